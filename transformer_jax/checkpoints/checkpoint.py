@@ -102,6 +102,7 @@ class Saver:
             if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
                 keys[name] = str(jax.random.key_impl(value))
                 value = jax.random.key_data(value)
+            # This copies NumPy arrays, because the caller may change them while the thread writes.
             array = value if isinstance(value, jax.Array) else np.array(value)
             if str(array.dtype) not in DTYPES:
                 raise ValueError(f"{name}: dtype {array.dtype} cannot be saved")
@@ -172,6 +173,8 @@ class Saver:
                     _read_back(partial / group, staged, final)
             with _synchronized(f"{barrier}:committed"):
                 if first:
+                    # The manifest comes last, and the rename after it, so a folder without `.tmp`
+                    # is always complete.
                     names = sorted(name for name, is_folder in contents(partial) if not is_folder)
                     files = {name: digest_of(partial / name) for name in names}
                     write_synced(partial / MANIFEST, sealed(content | {"files": files}))
@@ -301,6 +304,7 @@ def best_step(folder: str | Path) -> int | None:
         with contextlib.suppress(CheckpointError):  # skip damaged checkpoints
             loss = read_manifest(step_path(folder, step)).metadata.get("val_loss")
             if isinstance(loss, float):
+                # A minimum over pairs prefers the earlier of two steps with equal losses.
                 losses.append((loss, step))
     return min(losses)[1] if losses else None
 
@@ -373,6 +377,7 @@ def _read_back(folder: Path, staged: Mapping[str, Array], final: Path) -> None:
         part: dict[str, Array] = {}
         size = 0
         while waiting and (not part or size + waiting[-1][1].nbytes <= READ_BACK_BYTES):
+            # At least one array is read, even if it is larger than the limit.
             name, part[name] = waiting[-1]
             size += waiting.pop()[1].nbytes
         like = {
@@ -392,6 +397,7 @@ def _read_back(folder: Path, staged: Mapping[str, Array], final: Path) -> None:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
+    # Bytes compare NaN as equal to itself, and 0.0 as different from -0.0.
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
@@ -450,5 +456,6 @@ def _key(data: Array, implementation: str) -> jax.Array:
 
 
 def _check_width(dtype: np.dtype) -> None:
+    # Without jax_enable_x64, JAX would silently round 64-bit arrays to 32 bits.
     if str(jax.dtypes.canonicalize_dtype(dtype)) != str(dtype):
         raise CheckpointError(f"dtype {dtype} needs jax_enable_x64")

@@ -38,6 +38,7 @@ def staged(array: jax.Array) -> jax.Array:
     Each device copies its shard. A replicated array is copied once.
     """
     if array.is_fully_replicated:
+        # Every device has the whole array, so one copy is enough.
         array = array.addressable_shards[0].data
     return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
 
@@ -112,6 +113,7 @@ def _key(name: str) -> str:
 def _handler() -> PyTreeCheckpointHandler:
     from orbax.checkpoint import PyTreeCheckpointHandler
 
+    # Parameters hardly compress, so compression would only take time.
     return PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
 
 

@@ -312,6 +312,7 @@ def _build_field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
         if path in ("model", "task"):  # kinds are registered per process
             rule += "; register a custom kind before you read its run"
         raise ConfigError(f"{path}.kind is {kind!r}: {rule}")
+    # A config with a field named `kind` stores its kind in the same key.
     if kinds[kind] in with_kind:
         content["kind"] = kind
     return _build(kinds[kind], content, f"{path}.")
@@ -410,6 +411,7 @@ def smooth(values: tuple[float, ...]) -> list[float]:
 
     The window is narrower at the ends.
     """
+    # With running sums, each average takes one subtraction, regardless of the width of the window.
     sums = [0.0, *itertools.accumulate(values)]
     last, widest = len(values) - 1, len(values) // 50
     radii = [min(i, last - i, widest) for i in range(len(values))]

@@ -106,6 +106,7 @@ class Reader:
             found = "is missing" if value is None else f"has type {type(value).__name__}"
             raise DataError(f"{where}: {self.field} {found}: must be a string")
         if self.text_errors == "replace":
+            # JSON can spell out half of a surrogate pair, which UTF-8 cannot represent.
             value = value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         try:
             utf8(value)

@@ -200,6 +200,8 @@ class _Encoder:
 
     def __call__(self, chunk: Chunk) -> dict[str, _EncodedChunk]:
         tokenizer = _read_tokenizer(self.folder)
+        # Each worker reads the tokenizer from its file, because sending it with every chunk would
+        # be slow.
         first, end, dtype = frame(tokenizer).first, end_id(tokenizer), token_dtype(tokenizer)
         found: dict[str, list[np.ndarray]] = {part: [] for part in PARTS}
         characters = dict.fromkeys(PARTS, 0)
@@ -218,6 +220,7 @@ class _Encoder:
             part = part_of(text, self.val_fraction)
             found[part].append(np.concatenate([first, ids, [end]]).astype(dtype))
             characters[part] += len(text)
+        # Checked after reading, so that a change during the read is also found.
         check_unchanged(chunk.of)
         joined = {}
         for part in PARTS:
@@ -340,6 +343,8 @@ class _Preparation:
         with contextlib.ExitStack() as stack:
             for part, writer in parts.items():
                 stack.enter_context(contextlib.closing(writer))
+                # Tokens after the last record may be incomplete, so they are cut off and encoded
+                # again.
                 writer.resume(recorded.get(part))
             first = done = recorded["chunks"]
             encoder = _Encoder(self.folder, self.reader, self.config.val_fraction)
@@ -372,6 +377,8 @@ class _Preparation:
             shards = -(-parts[part]["tokens"] // capacity)
             names += [shard_file(part, i) for i in range(shards)] + [index_file(part)]
         self.report(Progress("hashing", 0, 0, sum(counts)))
+        # The files are read again from disk, so the hashes also cover what was written before a
+        # restart.
         found = self.pool.map(scan_file, [self.folder / name for name in names])
         manifest = {
             "format": FORMAT,
@@ -417,6 +424,7 @@ class _PartWriter:
         with _writing(index):
             self._index = open(index, "ab")
         if recorded is None:
+            # The stream begins with an end token, so that the first document also follows one.
             self._write_tokens(np.array([self.end], self.dtype))
             with _writing(index):
                 self._index.write(np.zeros(1, "<i8").tobytes())
@@ -513,6 +521,8 @@ class _WorkerPool:
             waiting = deque[Future[Found]]()
             for item in items:
                 waiting.append(self._pool.submit(function, item))
+                # Two items per worker keep all workers busy, and bound the results that wait in
+                # memory.
                 if len(waiting) >= 2 * self.count:
                     yield waiting.popleft().result()
             while waiting:

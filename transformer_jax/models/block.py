@@ -228,6 +228,7 @@ class Attention(Module):
                 k, v = self.key(x, dropout_key), self.value(x, dropout_key)
             else:
                 k, v = projected[1:]
+            # Keys are rotated before they are cached, so that a cached key is never rotated again.
             k = self._normed_rotated(k, "key", inputs.token_positions)
             mask, bias, k_positions = inputs.mask, inputs.bias, inputs.positions
         else:  # all of the source is visible except its padding, which has negative positions
@@ -281,6 +282,8 @@ class Attention(Module):
         if isinstance(cache, PagedCache):
             cache = seen = paged_cache.update(cache, heads.k, heads.v, heads.q_positions)
             k_positions = paged_cache.gather_positions(cache)
+            # In any other dtype, the pages would have to be converted, and the pool contains the
+            # pages of all rows.
             if as_stored and cache.k.dtype in (jnp.int8, cfg.dtype):
                 block_table = cache.block_table
             else:
@@ -426,6 +429,8 @@ class CustomCall:
                 rule = f"the config (num_heads, num_kv_heads, head_dim) requires {[*lead, *size]}"
                 raise ValueError(f"attend: {name} is {list(x.shape)}: {rule}")
         self.attended = True
+        # A custom block may compute in float32, but the cache and the kernels use the compute
+        # dtype.
         q, k, v = (x.astype(dtype) for x in (q, k, v))
         heads, self.cache = self.attention(
             self.stream, self.inputs, cache=self.cache, dropout_key=self.keys[0], visit=self.visit,
@@ -437,6 +442,7 @@ class CustomCall:
         """Apply the config's dropout to an array of any shape if dropout is on."""
         key = self.keys[1]
         self.dropped += 1
+        # A block may call this method several times, and each call must draw its own bits.
         key = None if key is None else jax.random.fold_in(key, self.dropped)
         return dropout(y, self.attention.config.dropout, key)
 
@@ -466,12 +472,14 @@ class Block(Module):
         cfg = self.config
         if cfg.block is not None:
             init = partial(cfg.block.init, cfg)
+            # Only the shapes are needed, so the initializer of the block is traced but not run.
             expected = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
             own: Any = {}
             if self.has_variable("params", "own"):
                 self._state.children["own"] = "params"  # mark it as declared, as `parameter` does
                 own = self.get_variable("params", "own")
             elif expected:
+                # All parameters are f32, regardless of the dtype that `init` returns.
                 in_f32 = lambda key: jax.tree.map(lambda x: x.astype(F32), init(key))  # noqa: E731
                 own = self.param("own", in_f32)
             own = unfreeze(own)
@@ -582,6 +590,7 @@ class Block(Module):
         """Compute the keys and values of an encoder's output once for all later queries."""
         k, v = self.cross_attention.cross_keys_values(memory, key)
         positions = jnp.array(positions, jnp.int32)  # copy, so that layers share no buffer
+        # A source that is all padding has only negative positions and thus length 0.
         return kv.KVCache(k, v, positions, jnp.maximum(positions.max(axis=1) + 1, 0))
 
     def scan_cross_cache(

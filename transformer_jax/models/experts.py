@@ -157,8 +157,11 @@ def by_expert(
         sizes = jnp.bincount(chosen, length=count)  # number of rows of each expert
         ends = jnp.cumsum(-(-sizes // block))  # index after each expert's last block
         number = jnp.arange(size) - (jnp.cumsum(sizes) - sizes)[chosen[order]]  # within its expert
+        # Python's division rounds down, so `sizes // -block` is minus the number of the expert's
+        # blocks.
         begin = (ends + sizes // -block)[chosen[order]]
         slots = jnp.zeros(size, jnp.int32).at[order].set(begin * block + number)
+        # The number of blocks must be static. Each expert pads at most block - 1 rows.
         at = jnp.arange((size + count * (block - 1)) // block)
         of_block = jnp.searchsorted(ends, at, side="right")
         if elsewhere is None:  # unused blocks read the matrices of the last expert again
@@ -270,6 +273,7 @@ class ExpertFeedForward(Module):
         in_f32 = replace(cfg, dtype="float32")
         router = Linear(in_f32, (experts.count,), use_bias=experts.router_bias, name="router")
         logits = visit("feed_forward/router", router(x.astype(F32), key))
+        # Otherwise, `init` would return the logits as a second collection next to the parameters.
         if not self.is_initializing():
             self.sow(ROUTED, "logits", logits, init_fn=tuple)
         bias = None

@@ -110,6 +110,7 @@ def init_params(config: AnyModelConfig, key: jax.Array) -> Params:
 
 @program(static=("config",))
 def _init(config: AnyModelConfig, key: jax.Array) -> Params:
+    # The shapes of the parameters do not depend on the input, so the smallest input is enough.
     model, tokens = build(config), jnp.zeros((1, 1), jnp.int32)
     source: jax.Array = tokens
     if config.inputs is not None:
@@ -326,6 +327,7 @@ def init_decode_state(
         assert source is not None
         tokens = source if source.ndim == 2 else source[:, :, 0]  # one value per frame
         valid = check_valid("source", tokens, source_valid)
+        # Only real tokens are counted, so padding may be at either end of a row.
         positions = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
     return apply(capacity=capacity, dtype=dtype, positions=positions, method="init_cache")
 

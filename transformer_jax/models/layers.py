@@ -277,6 +277,8 @@ class Embed(Module):
             )
             scale = cfg.embedding_width**0.5 if cfg.scale_embeddings else cfg.embedding_scale
             x = x if scale is None else x * scale
+        # The vectors are added in f32, and the sum is rounded to the compute dtype once, at the
+        # end.
         added = None
         if isinstance(cfg.positions, Learned):
             added = pos.learned(self.tables[target], token_positions, cfg.positions.offset)
@@ -288,6 +290,7 @@ class Embed(Module):
         if added is not None:
             x = x + (added if added.ndim == 3 else added[None])
         if cfg.type_vocab_size is not None:
+            # In BERT, a single text has type 0, whose vector is not zero.
             x = x + ops.lookup(self.types, jnp.zeros_like(tokens) if types is None else types)
         if token_positions.ndim == 2:  # otherwise, 0 * NaN from padding would enter gradients
             x = jnp.where((token_positions < 0)[:, :, None], 0.0, x)

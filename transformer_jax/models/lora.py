@@ -68,10 +68,13 @@ def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
     check_key("key", key)
     found = matrices(params)
     paths = select(found, config)
+    # The paths are those of a looped stack, so looped and scanned models draw the same adapters.
     keys = jax.random.split(key, len(paths))
     adapters = {}
     for path, a_key in zip(paths, keys, strict=True):
         *lead, inputs, outputs = found[path]
+        # This is the distribution of PEFT, Kaiming's uniform distribution with a = sqrt(5). B is
+        # zero, so the adapted model starts as the base model.
         bound, shape = inputs**-0.5, (*lead, inputs, config.rank)
         a = jax.random.uniform(a_key, shape, jnp.float32, -bound, bound)
         adapters[path] = {"a": a, "b": jnp.zeros((*lead, config.rank, outputs), jnp.float32)}
@@ -159,6 +162,7 @@ def with_adapters(
         if kernel_rows is not None:
             kernel_rows = jnp.asarray(kernel_rows, jnp.int32)
             if scanned:
+                # The scan over layers slices every array in the parameters along its first axis.
                 kernel_rows = jnp.broadcast_to(kernel_rows, (kernel.shape[0], *kernel_rows.shape))
         return AdaptedKernel(
             base=kernel, a=part["a"], b=part["b"], rows=kernel_rows, scale=config.scale,
@@ -211,6 +215,7 @@ def unmerge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params
         adapters: the adapters that were merged.
         config: config of the adapters.
     """
+    # If both A and B changed sign, their product would not.
     negated = jax.tree_util.tree_map_with_path(
         lambda path, leaf: -leaf if path[-1].key == "b" else leaf, dict(adapters)
     )
@@ -322,6 +327,8 @@ def select(found: Matrices, config: LoraConfig) -> list[str]:
         return sorted(chosen)
     chosen = set()
     for target in config.targets:
+        # The slash restricts matches to whole names, so "out" does not select a module like
+        # "layout".
         meant = {path for path in within if f"/{path}".endswith(f"/{target}")}
         if not meant:
             known = ", ".join(sorted({"/".join(p.split("/")[-2:]) for p in within})) or "no kernel"

@@ -174,6 +174,7 @@ def _rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         if config.truncate:
             fast, slow = math.floor(fast), math.ceil(slow)
         first, last = max(fast, 0), min(slow, dims - 1)
+        # The authors' code also widens an empty ramp by 0.001, to avoid a division by zero.
         ramp = (np.arange(dims // 2) - first) / (last - first if last != first else 0.001)
         kept = 1 - np.clip(ramp, 0.0, 1.0)
         w = (1 - kept) * w / factor + kept * w
@@ -266,6 +267,7 @@ def _angles(
         w = jnp.asarray(frequencies, dtype).reshape(*lead, -1)
         return positions.astype(dtype)[..., None] * w
     turns = np.array([int(w / (2 * math.pi) % 1.0 * 2.0**64) for w in frequencies], np.uint64)
+    # The absolute value of -2^31 overflows to itself, and the cast turns it into 2^31.
     p = jnp.abs(positions).astype(jnp.uint32)[..., None]
     if dtype == np.float64:
         phase = p.astype(jnp.uint64) * jnp.asarray(turns).reshape(*lead, -1)  # in 2^-64 turns
@@ -275,6 +277,7 @@ def _angles(
     high, low = (jnp.asarray(x.astype(np.uint32)).reshape(*lead, -1) for x in divmod(turns, 2**32))
     # multiply 16-bit halves, because JAX has no 64-bit integers without x64
     (p1, p0), (low1, low0) = ((x >> 16, x & 0xFFFF) for x in (p, low))
+    # The remaining product, p0 * low0, is smaller than one unit and is left out.
     phase = p * high + p1 * low1 + (p1 * low0 >> 16) + (p0 * low1 >> 16)  # in 2^-32 turns
     signed = phase.astype(jnp.int32)  # keeps the same bits; ONNX has no bitcast before opset 26
     angles = signed.astype(jnp.float32) * np.float32(2 * math.pi / 2.0**32)

@@ -198,6 +198,7 @@ def _checked(path: str, weights: Parameter) -> jax.Array:
     if not isinstance(weights, jax.Array | np.ndarray):
         raise ConfigError(f"{path} is of type {type(weights).__name__}: must be an array")
     known = concrete_value(weights)
+    # One infinite weight would make the scale infinite and thus all other weights of its group 0.
     if known is not None and not np.isfinite(known).all():
         raise ConfigError(f"{path} is not finite and cannot be quantised")
     return jnp.asarray(weights)
@@ -220,6 +221,7 @@ def _rounded(
     scale = largest(jnp.abs(grouped), axis=-2) / most
     # the scale of an output with only zero weights is 0
     divisor = jnp.where(scale > 0, scale, 1.0)[..., None, :]
+    # The lowest integer, such as -128, is not used, so that W and -W have the same error.
     values = jnp.clip(jnp.round(grouped / divisor), -most, most).astype(jnp.int8)
     values = values.reshape(*values.shape[:-3], -1, values.shape[-1])
     if bits == 4:
@@ -269,6 +271,8 @@ def _multiply_few_rows(contract: int, x: jax.Array, kernel: QuantizedKernel) -> 
 def _(
     contract: int, primals: tuple[jax.Array, QuantizedKernel], tangents: tuple[jax.Array, object]
 ) -> tuple[jax.Array, jax.Array]:
+    # The compiled kernel has no derivative, but the product is linear in x, and XLA can
+    # differentiate the product with the dequantized kernel.
     x, kernel = primals
     return jax.jvp(lambda x: _multiply(contract, x, kernel), (x,), tangents[:1])
 

@@ -49,6 +49,7 @@ class Stack(Module):
         if cfg.scan_layers:
             lifted: dict[str, object] = dict(
                 variable_axes={"params": 0, ROUTED: 0},
+                # Without this, all layers would start with the same values.
                 split_rngs={"params": True},
                 length=self.depth,
             )

@@ -96,6 +96,7 @@ def literals(template: str) -> str:
     """Return the literal text and string constants of a template, separated by null characters."""
     try:
         tree = _Sandbox(_Meter(BUDGET)).parse(template[:TEMPLATE_LIMIT])
+    # `chat` has already raised an error for such a template.
     except (jinja2.TemplateError, RecursionError):
         return ""
     found = {node.data for node in tree.find_all(nodes.TemplateData)}
@@ -217,6 +218,7 @@ class _MeterCalls(NodeTransformer):
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
+        # A tuple that is assigned to, as in `for a, b in pairs`, cannot be replaced by a call.
         return _call("identity", node) if node.ctx == "load" else node
 
 
@@ -244,6 +246,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             optimized=False,  # constant folding would bypass the meter
             finalize=_pay_output,
             extensions=[_Generation, loopcontrols],
+            # Each rendering has its own sandbox, so `_compile` caches the code instead.
             cache_size=0,
         )
         self.meter = meter
@@ -299,7 +302,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
         def metered(*args: Value, **kwargs: Value) -> str:
             text = value.__self__
+            # A large width, or a nested field that may contain one, could turn a short text into
+            # gigabytes.
             _check_format(r"\d{4}|\{[^{}]*\{", text)
+            # In the worst case, every field prints all the arguments.
             self.meter.spend(text.count("{") * self.meter.weight([args, kwargs], self.meter.left))
             return guarded(*args, **kwargs)
 
@@ -308,6 +314,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Value, right: Value) -> Value:
         self.meter.spend(_STEP)
         numbers = isinstance(left, int) and isinstance(right, int)
+        # The sizes are checked in advance, because the operation itself could run for hours.
         if operator == "**" and numbers and left.bit_length() * abs(right) > _BITS:
             raise jinja2.TemplateRuntimeError(f"a power has more than {_BITS} bits")
         if operator == "*" and numbers and left.bit_length() + right.bit_length() > _BITS:

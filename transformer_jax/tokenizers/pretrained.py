@@ -111,6 +111,8 @@ class PretrainedTokenizer:
             raise DataError(f"vocabulary: ID {twice} is used by {shown(tokens)}")
         if not vocabulary_ids and not added:
             raise DataError("the vocabulary is empty")
+        # An unsupported decoder must raise its error here rather than in the first call of
+        # `decode`.
         _ = self._spelling
         for role, token in self.roles:
             if role not in ROLES:
@@ -368,6 +370,7 @@ class PretrainedTokenizer:
                 control = self._control if assistant else self._control | marks
                 for path, part in strings(value, name):
                     self._refuse_tokens(part, control, path)
+        # The template has already written the special tokens around the text.
         return self.encode(text, special_tokens=False)
 
     def to_json(self) -> str:

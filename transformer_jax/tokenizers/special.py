@@ -187,6 +187,7 @@ def target_of(tokenizer: Tokenizer) -> Target:
     language = next((i for i in (forced_bos, start) if i in named), None)
     if language is not None:  # labels have the target language, not the source language
         first, last = (tuple(language if i in named else i for i in ids) for ids in (first, last))
+    # In mBART, the language follows the end token.
     end = [i for i in last if i != language][-1:]
     if "eos" in ids and (not end or end[0] not in {*stop, ids["eos"]}):
         last, end = (*last, ids["eos"]), [ids["eos"]]

@@ -178,8 +178,11 @@ class BPETokenizer(WholeText):
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             show_progress=False,
+            # Bytes that do not occur in the training text also get a token, so that any text can be
+            # encoded.
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
+        # `encode` splits text in the same way, so no token spans two parts.
         model.train_from_iterator(_lines(text), trainer=trainer)
         return cls(_canonical(json.loads(model.to_str())))
 
@@ -315,6 +318,8 @@ def _canonical(definition: JsonObject) -> str:
 def _code_points(text: str) -> np.ndarray:
     if not isinstance(text, str):
         raise DataError(f"text is {text!r:.80}: must be a string")
+    # UTF-32 has one word per character. A lone surrogate, which a damaged text may contain, is
+    # kept.
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 

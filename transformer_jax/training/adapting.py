@@ -113,6 +113,8 @@ class FrozenBase:
             check_base(config.init_from, loaded, metadata)
             self.sha256 = metadata["base_sha256"]
         params, changes = start_params(config, start, loaded, key)
+        # The trainable part is checked first, because an error is cheaper before the base is
+        # quantized.
         trained, frozen = self.trained(loaded, params, key), self.part(params)
         shardings = self._placement.shardings(self.params)
         self.params = frozen if shardings is None else jax.device_put(frozen, shardings)

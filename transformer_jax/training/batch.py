@@ -92,6 +92,8 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
         if batch.segments is not None:
             kwargs["segments"] = batch.segments
         if batch.prefix is not None:
+            # All tokens see the whole prefix. In packed rows, the segments hide the prefixes of
+            # other documents.
             kwargs["mask"] = Causal() | Padding(batch.prefix)
         sides = {"": batch.valid}
         if config.kind == "encoder-decoder":
@@ -158,6 +160,8 @@ def chosen_chunk(rows: int, length: int, vocab_size: int) -> int:
     if platform() != "cpu":
         tokens = max(tokens, ON_ACCELERATORS // vocab_size)
     most = max(1, tokens // rows)
+    # The inner division gives the number of chunks, and the outer one the smallest size for this
+    # number.
     return -(-length // -(-length // most))
 
 
@@ -198,6 +202,7 @@ def batch_loss(
         labels, routed = batch.labels, list[jax.Array]()
         if config.supports("output_layer") and labels.ndim == 2:
             rows, length = labels.shape
+            # The limits count the logits on one device.
             size = chosen_chunk(rows // row_shards, length, config.vocab_size)
             # an explicit chunk is always used
             size = size if chunk is None else chunk

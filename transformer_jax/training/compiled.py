@@ -63,6 +63,7 @@ class CompiledAhead(Generic[R]):
     def program(self, *args: PyTree, **named: PyTree) -> Compiled:
         """Return the program compiled for these arguments, which can be arrays or shapes."""
         leaves, structure = jax.tree.flatten(args[1:])
+        # The state has the same shapes in every step, so the key contains only the inputs.
         key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if key not in self._programs:
             self._programs[key] = self.function.lower(*args, **named).compile()

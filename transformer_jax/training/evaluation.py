@@ -67,6 +67,7 @@ def evaluate_run(run: Run, state: TrainState) -> Scores:
         place = run.placement.rows_of_process
     batches = (place(batch, axis=0) for batch in run.task.evaluation())
     relative = isinstance(run.config.task, PreferenceTask)
+    # The adapters are already joined to the base below, so only a reference model is passed.
     kwargs = {"frozen": run.frozen} if relative else {}
 
     def step(*arguments: PyTree) -> jax.Array:

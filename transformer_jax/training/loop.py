@@ -282,6 +282,7 @@ def _train(
     if scores is None and not interrupted:  # the run was already complete
         scores = evaluate_run(run, state)
         val_loss = finite(scores.loss)
+    # The best step is read from the folder below, so all checkpoints must be complete.
     run.saver.wait()
     sample, judged = ("", {}) if interrupted else decode_held_out(run, state, progress)
     if is_first():

@@ -240,6 +240,7 @@ def _mask_ignored(
     labels = jnp.asarray(labels, jnp.int32)
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else jnp.asarray(weights)
     weights = jnp.where(labels == ignore_label, 0.0, weights.astype(jnp.float32))
+    # A token that does not count may have any label, so give it one that is a valid index.
     return jnp.where(weights == 0, 0, labels), weights
 
 
@@ -277,6 +278,7 @@ def _loss_and_slope(
     """
     vocab = logits.shape[-1]
     x = logits.astype(jnp.float32)
+    # The results do not depend on `top`, so a second derivative must not follow it.
     top = jax.lax.stop_gradient(jnp.max(x, axis=-1))
     shifted = x - top[..., None]
     exp = jnp.exp(shifted)
@@ -299,6 +301,7 @@ def _loss_and_slope(
         loss = loss + terms.z * lse**2
         scale = scale * (1 + 2 * terms.z * lse)
     rest = terms.smoothing / vocab
+    # Unlike a scatter at the labels, a comparison fuses with the other operations on the logits.
     hot = jax.lax.broadcasted_iota(labels.dtype, x.shape, x.ndim - 1) == labels
     slope = exp * scale[..., None] - jnp.where(hot, 1 - terms.smoothing + rest, rest)
     return jnp.where(counts, loss, 0.0), jnp.where(counts[..., None], slope, 0.0)

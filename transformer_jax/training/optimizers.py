@@ -86,6 +86,8 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
                 beta=settings.momentum,
                 weight_decay=settings.weight_decay,
                 muon_weight_dimension_numbers=matrix_dimensions,
+                # AdamW's updates have a root mean square of about 0.2, so with this value both
+                # groups can share one learning rate (Liu et al. 2025, 2.2).
                 consistent_rms=0.2,
             )
             others = optax.adamw(
@@ -103,8 +105,11 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             )
             steps = optax.partition({"matrix": matrices, "other": others}, labels)
         case ScheduleFree(beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay):
+            # The interpolation with beta1 replaces the momentum (Defazio et al. 2024).
             adamw = optax.adamw(rate, 0.0, beta2, eps, weight_decay=decay, mask=decays)
             steps = schedule_free(optax.chain(adamw, *last), rate, beta1)
+    # `last` runs twice: here, so that frozen gradients do not count in the norm, and after the
+    # optimizer, because weight decay would change frozen parameters.
     clipped = optax.chain(*last, optax.clip_by_global_norm(config.clip_norm))
     return optax.chain(clipped, steps, *last)
 
@@ -143,12 +148,15 @@ def scale_by_adafactor(settings: Adafactor) -> optax.GradientTransformation:
     def update(
         grads: Params, state: optax.FactoredState, params: Params | None = None
     ) -> tuple[Params, optax.FactoredState]:
+        # This is 0 in the first step, so the moments need no bias correction.
         past = 1 - jnp.float32(state.count + 1) ** -settings.decay_rate
 
         def one(
             path: KeyPath, grad: jax.Array, row: jax.Array, column: jax.Array, moment: jax.Array
         ) -> tuple[jax.Array, ...]:
             first, factored = axes(path, grad)
+            # This is the paper's epsilon_1. It keeps the root mean square of a zero gradient above
+            # 0.
             square = jnp.square(grad) + 1e-30
             if factored is None:
                 moment = past * moment + (1 - past) * square
@@ -251,6 +259,7 @@ def averaged_params(opt_state: optax.OptState, params: Params) -> Params:
     if not found:
         return params
     (state,) = found
+    # Gradients are computed at y = (1 - b1) z + b1 x. This solves for the average x.
     return jax.tree.map(lambda y, z: (y - (1 - state.b1) * z) / state.b1, params, state.z)
 
 
@@ -265,5 +274,6 @@ def round_stochastically(
     """
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    # The sum carries into the upper half with a probability equal to the fraction that is cut off.
     moved = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), moved, x).astype(jnp.bfloat16)

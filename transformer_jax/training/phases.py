@@ -71,6 +71,7 @@ def flops_utilisation(
     chip = chip_of(found[0].device_kind if device_kind is None else device_kind)
     if chip is None or not config.model.supports("plan"):
         return None
+    # The rate counts tokens of full rows, so divide the operations of a row by its length.
     each = step_flops(config) / config.sequence_len
     count = len(found) if devices is None else devices
     return tokens_per_second * each / (chip.flops * count)

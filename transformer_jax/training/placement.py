@@ -33,6 +33,8 @@ T = TypeVar("T")
 ROWS = ("expert", "data", "fsdp")
 """Mesh axes across which the rows of a batch are split."""
 
+# Each pair of layers is split as in Megatron-LM (Shoeybi et al. 2019): the first by its outputs and
+# the second by its inputs, so that "tensor" needs one sum per branch.
 _KERNELS: dict[str, tuple[str | None, ...]] = {
     "query": ("fsdp", "tensor", None),
     "key": ("fsdp", "tensor", None),
@@ -82,6 +84,8 @@ def parameter_spec(
         wanted = _BIASES.get(module, ())
     elif module == "embed":
         wanted = _TABLES.get(names[-1], ())
+    # Everything else is replicated: norms, and optimizer arrays without the parameter's rank, such
+    # as Adafactor's placeholders.
     if len(wanted) != len(shape) - first:
         return PartitionSpec()
     axes = [
@@ -146,6 +150,8 @@ class Placement:
         sharding = NamedSharding(self.mesh, spec)
 
         def put(x: Array) -> jax.Array:
+            # JAX can move its own arrays between devices. From NumPy, each device copies only its
+            # own part.
             if isinstance(x, jax.Array):
                 return jax.device_put(x, sharding)
             x = np.asarray(x)

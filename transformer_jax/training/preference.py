@@ -38,6 +38,8 @@ def answer_log_probs(
     model = build(config)
 
     def halves(x: jax.Array) -> jax.Array:  # [B, 2 T] -> [2 B, T]
+        # A row contains the chosen answer and then the rejected one, so the halves of a pair stay
+        # adjacent and are on the same device.
         return by_compiler(lambda x: x.reshape(2 * len(x), -1), [x], split(x, slice(1)))
 
     def log_probs(params: Params, batch: Batch, key: jax.Array | None) -> jax.Array:

@@ -62,6 +62,7 @@ class WindowRows:
     separate: bool = False
 
     def __len__(self) -> int:
+        # The last token has no next token.
         labels = self.part.tokens - 1
         return -(-labels // self.length) if self.whole else labels // self.length
 
@@ -85,6 +86,8 @@ class DocumentRows:
         starts, sizes = _pieces(part.bounds(), length, int(part.begins))
         if packed:
             row_of = pack(sizes, length, fullest=True)
+            # The sort groups the pieces by row. It is stable, so the pieces of a row stay in corpus
+            # order.
             order = np.argsort(row_of, kind="stable")
             starts, sizes = starts[order], sizes[order]
             counts = np.bincount(row_of)
@@ -174,6 +177,8 @@ class Mixture:
         self._counts = np.maximum(shares.round().astype(np.int64), 1)
         folders = np.repeat(np.arange(len(weights)), self._counts)
         ranks = np.concatenate([np.arange(count) for count in self._counts])
+        # Row r of n is placed at (r + 0.5) / n of the pattern, so the rows of each folder are
+        # evenly spaced.
         turns = np.argsort((ranks + 0.5) / self._counts[folders], kind="stable")
         self._folders, self._ranks = folders[turns], ranks[turns]
 

@@ -51,7 +51,9 @@ def by_first(work: Callable[[], T]) -> T | None:
         content = f"{type(error).__name__}\n{error}".encode()[:_MAX_BYTES]
         # a truncated message is better than none
         sent[: len(content)] = np.frombuffer(content, np.uint8)
+    # An all-zero array means that there was no error.
     received = bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent))).rstrip(b"\0")
+    # The first process raises the original error below, with its traceback.
     if received and not is_first():
         name, _, message = received.decode(errors="replace").partition("\n")
         raise _ERRORS.get(name, RuntimeError)(message)

@@ -104,6 +104,7 @@ class Report:
             perplexity = ""
             of_tokens = self.run.task.learner is None
             if of_tokens and not isinstance(config.task, PreferenceTask):
+                # `math.exp` raises OverflowError above 709.
                 perplexity = f"perplexity {math.exp(min(scores.loss, 700.0)):.2f}, "
             self.progress.say(
                 f"step {step}: held-out loss {scores.loss:.4f}, {perplexity}"

@@ -110,6 +110,7 @@ def bucketed(examples: Sequence[Batch], padding: bool = False) -> Rows:
     comes last.
     """
     sizes = [len(e.tokens) + (0 if e.source is None else len(e.source)) for e in examples]
+    # The sort is stable, so that a resumed run lays out its examples in the same rows.
     order = np.argsort(sizes, kind="stable")
     parts = max(1, min(BUCKETS, len(order) // BUCKET_ROWS))
     cuts = [round(len(order) * (i + 1) / parts) for i in range(parts)]
@@ -184,6 +185,7 @@ def pack(
                 row, room = rows.pop(at), rooms.pop(at) - size
             else:
                 row, room, count = count, length - size, count + 1
+                # This closes the oldest row or, if `fullest`, the one with the least room.
                 if len(rooms) == OPEN_ROWS:
                     del rooms[0], rows[0]
                 at = len(rooms)

@@ -64,6 +64,7 @@ class Spikes:
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"step-{step:08d}.npz"
         partial = file.with_suffix(".tmp")
+        # `np.savez` would append .npz to a name, but not to an open file.
         with open(partial, "wb") as content:
             np.savez(content, **arrays, step=step, loss=loss, grad_norm=grad_norm)
         # rename last so that other processes never see a partial file

@@ -193,6 +193,7 @@ def make_train_step(
         params: Params, batch: Batch, key: jax.Array, frozen: tuple[Params, ...]
     ) -> tuple[jax.Array, jax.Array]:
         mean, weight = loss(params, batch, key, *frozen)
+        # The gradient is that of a sum, so that micro-batches with different weights can be added.
         return mean * weight, weight
 
     differentiate = jax.value_and_grad(total, has_aux=True)
@@ -219,17 +220,20 @@ def make_train_step(
         state: TrainState, *inputs: PyTree, frozen: tuple[Params, ...] = ()
     ) -> tuple[TrainState, Metrics]:
         params, batches = state.params, prepare(*inputs)
+        # The key depends only on the number of the step, so a resumed run draws the same numbers.
         key = jax.random.fold_in(state.key, state.step)
 
         def add(carry: PyTree, micro: tuple[jax.Array, Batch]) -> tuple[PyTree, None]:
             index, batch = micro
             found, grads = differentiate(params, batch, jax.random.fold_in(key, index), frozen)
+            # A bfloat16 sum over many micro-batches would lose the smaller terms.
             wide = cast_floats(grads, jnp.float32)
             return jax.tree.map(jnp.add, carry, (found, wide)), None
 
         # micro-batches are weighted by their tokens, as in one large batch: sum(w_a g_a) /
         # sum(w_a), where g_a is the mean gradient over w_a tokens
         count = jax.tree.leaves(batches)[0].shape[0]
+        # A scan over one micro-batch would need memory for a second copy of the gradients.
         if count == 1:
             only = jax.tree.map(lambda leaf: leaf[0], batches)
             found = differentiate(params, only, jax.random.fold_in(key, 0), frozen)
@@ -239,6 +243,8 @@ def make_train_step(
             micro = jnp.arange(count), batches
             found, _ = jax.lax.scan(add, ((zero, zero), zeros), micro)
         (summed, weight), grads = found
+        # A step may have no labels at all, for example if every conversation was cut before its
+        # answer.
         divisor = jnp.where(weight > 0, weight, 1.0)
         mean = summed / divisor
         grads = jax.tree.map(lambda g: g / divisor, cast_floats(grads, jnp.float32))

@@ -53,6 +53,7 @@ def bytes_on_device(tree: PyTree) -> int:
         if sharding is not None:
             shape = sharding.shard_shape(shape)
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            # 16 bytes are enough for every implementation; a Threefry key has only 8.
             total += 16 * math.prod(shape)
         else:
             total += math.prod(shape) * leaf.dtype.itemsize
@@ -86,6 +87,7 @@ def device_memory() -> int:
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # XLA can split one CPU into several devices, which then share the memory.
     return whole // (jax.local_device_count() if device.platform == "cpu" else 1)
 
 

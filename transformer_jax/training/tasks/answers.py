@@ -250,6 +250,7 @@ class Targets:
         else:
             capacity = config.sequence_len
             if model.supports("cache"):
+                # The model does not read the last token that it generates, so one more token fits.
                 kwargs["limits"] = np.minimum(config.sequence_len + 1 - lengths, count)
                 # this depends only on the bucket, so one program serves all its sources
                 count = min(count, config.sequence_len)

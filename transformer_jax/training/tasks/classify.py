@@ -73,6 +73,8 @@ class Classes(RowsTask):
             texts = [[pair.target for pair in part] for part in ([*train, *val], train)]
             tokenizers = Tokenizers(line_tokenizer(config, *texts))
         names = label_names(config)
+        # An encoder whose tokenizer already begins a text with a token, such as BERT's, needs no
+        # <cls>.
         framed = not names and frame(tokenizers.tokenizer).first
         tokenizers = Tokenizers(
             with_special_tokens(tokenizers.tokenizer, names if framed else ["cls", *names])
@@ -171,6 +173,7 @@ def label_texts(
     longest = max(len(example.tokens) for example in examples)
     for start in range(0, len(examples), size):
         part = examples[start : start + size]
+        # Filler rows give all batches the same shape, so that one program serves all of them.
         filler = Batch(np.zeros(longest, np.int32), part[0].labels * 0 + IGNORE)
         if names:
             filler = Batch(filler.tokens, np.full(longest, IGNORE, np.int32))
@@ -194,5 +197,6 @@ def _class_logits(
     logits = batch_logits(model)(params, batch, None)
     if columns is None:
         return logits
+    # The only label of a row is at <cls>, because it follows the text.
     at = (batch.labels != IGNORE).argmax(axis=1)
     return jax.numpy.take_along_axis(logits, at[:, None, None], axis=1)[:, 0][:, columns]

@@ -164,6 +164,7 @@ class LanguageDocuments(RowsTask):
         first = frame(tokenizer).first or (end,)
         tokenizers = Tokenizers(with_end(tokenizer, end))
         config = with_vocabulary(config, tokenizers, vocab_size)
+        # The end of a document is a label too, so it counts as a character.
         self.characters = sum(len(text) + 1 for text in val)
 
         def rows(texts: list[str]) -> Rows:
@@ -171,6 +172,8 @@ class LanguageDocuments(RowsTask):
             for text in texts:
                 ids = np.concatenate([first, encode_text(tokenizer, text), [end]]).astype(np.int32)
                 size = config.sequence_len
+                # Pieces overlap by one token, the last label of one and the first input of the
+                # next, so every token except the first is a label once.
                 pieces = (ids[at : at + size + 1] for at in range(0, len(ids) - 1, size))
                 examples += [Batch(piece[:-1], piece[1:]) for piece in pieces]
             return laid_out(examples, config.sequence_len if task.packed else None)

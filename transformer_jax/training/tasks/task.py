@@ -246,6 +246,7 @@ def with_vocabulary(
     else:
         changes["vocab_size"] = needed if vocab_size is None else vocab_size
     separate = isinstance(config.task, Seq2SeqTask) and config.task.vocabulary == "separate"
+    # Such a model has one table for each side, even if both sides use the same vocabulary.
     if model.kind == "encoder-decoder" and not model.supports("shared_table"):
         separate = True
     if separate:
