@@ -302,6 +302,7 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[...
     # use at least the smallest normal number, because a row of zeros would cause a division by 0
     scale = jnp.maximum(largest(jnp.abs(x)) / 127, jnp.finfo(jnp.float32).tiny)
     finite = jnp.isfinite(scale)[..., None]
+    # The scale marks a nonfinite row, and NaN has no int8 value.
     q = jnp.where(finite, jnp.round(x / scale[..., None]), 0)
     return q.astype(jnp.int8), scale
 

@@ -87,6 +87,7 @@ def rewind_cache(
     length = jnp.asarray(length)
     layers: Any = cache.layers
     if cache.is_scanned:
+        # The leaves of a scanned cache have a layer axis after the row axis.
         rewind = jax.vmap(kv.rewind, in_axes=(1, None), out_axes=1)
         return replace(cache, layers=rewind(layers, length))
     layers = tuple(  # all layers have the same class

@@ -316,6 +316,8 @@ def count_needed(
 ) -> jax.Array:  # i32[]
     """Return the total number of free pages needed for each row b to grow to length[b]."""
     table, at = cache.block_table, jnp.arange(cache.block_table.shape[1])[None]
+    # The block of the next token may already have a page, but a shared page is copied before a
+    # write.
     first = (cache.length // cache.page_size)[:, None]
     written = (at >= first) & (at < (-(-length // cache.page_size))[:, None])
     unshared = (table >= 0) & (_references(cache)[table] == 1)
@@ -324,5 +326,6 @@ def count_needed(
 
 def _references(cache: PagedCache) -> jax.Array:  # i32[P]
     """Return the number of blocks, over all rows, that are stored in each page."""
+    # Page P does not exist, so the scatter drops empty blocks.
     pages = jnp.where(cache.block_table < 0, cache.num_pages, cache.block_table)
     return jnp.zeros(cache.num_pages, jnp.int32).at[pages].add(1, mode="drop")

@@ -165,6 +165,7 @@ def _fits(value: object, hint: Hint) -> bool:
         kinds = get_args(item) or (item,)
         return type(value) is tuple and all(any(_fits(v, k) for k in kinds) for v in value)
     if hint is float:
+        # `isinstance` would accept True as an integer.
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
     return type(value) is hint
 
@@ -189,6 +190,7 @@ def check_new_folder(name: str, path: str) -> None:
         fail(name, path, "must be UTF-8")
     if "\0" in path or not path:
         fail(name, path, "must be the name of a folder")
+    # `gs://bucket` would silently become a local folder with the name "gs:".
     if re.match(r"[A-Za-z][\w+.-]*://", path):
         fail(name, path, "must be a folder on this machine, not an address")
     if size > LONGEST_FOLDER:

@@ -236,6 +236,8 @@ class Rope(_Positions):
                 return None
         if window is None or self.window_base is None:
             return self if self.pattern is None else replace(self, pattern=None)
+        # The scaling is left out: a window is shorter than the trained length, so its positions
+        # need none.
         return Rope(base=self.window_base, dims=self.dims, pairing=self.pairing)
 
 
@@ -306,6 +308,7 @@ class CustomPositions(_Positions):
     @property
     def absolute(self) -> bool:  # type: ignore[override]
         """Whether vectors are added to the embeddings. This limits the text length to `max_len`."""
+        # A subclass adds vectors if and only if it overrides `embed`.
         return type(self).embed is not CustomPositions.embed
 
     def embed(

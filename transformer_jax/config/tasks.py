@@ -310,6 +310,7 @@ class PreferenceTask(Task):
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
         """Return a model without dropout, because the reference model has none."""
+        # The reference model has no dropout, and with equal models, the loss must start at log 2.
         return transformer_with(model, dropout=0.0, attention_dropout=0.0)
 
 

@@ -448,6 +448,7 @@ def _best_extensions(
         total = _gather_beams(group.reshape(rows, width * vocab), index)
         stops = (token[..., None] == np.array(options.stop, np.int32)[None, None]).any(axis=2)
         stopped = _Extensions(parent, token, jnp.where(stops, total, -jnp.inf))
+        # A text becomes a hypothesis only if it is among the best `width` extensions of its group.
         ended.append(jax.tree.map(lambda x: x[:, :width], stopped))
         order = jax.lax.top_k(jnp.where(stops, -jnp.inf, rank), width)[1]
         others = _Extensions(parent, token, jnp.where(stops, -jnp.inf, total))

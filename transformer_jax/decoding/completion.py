@@ -141,6 +141,8 @@ class TextGenerator:
         tokens = jnp.asarray(read)
         # Processors need the prompt in their history, so every row must read the prompt.
         if columns > 1 and not self.processors:
+            # The last token is left for `generate`, which needs at least one token to read in each
+            # row.
             lengths = jnp.full((1,), columns - 1)
             empty = _prefill(step, self.params, tokens[:, :-1], empty, lengths, None)[1]
             tokens = tokens[:, -1:]

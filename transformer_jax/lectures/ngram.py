@@ -237,6 +237,7 @@ class NgramLM(CheckedModule):
         contexts = rearrange(windows, "B Q C -> (B Q) C")
         # V marks an unknown token here but the start symbol in the trie
         unknown = (contexts == cfg.vocab_size).any(axis=1, keepdims=True)
+        # A negative token is before the beginning, where the trie has start symbols.
         nodes = self._walk(jnp.where(contexts < 0, cfg.vocab_size, contexts))
         lowest = jnp.full((1, cfg.vocab_size), 1 / cfg.vocab_size, F32)
         p = self._interpolate(0, lowest, jnp.zeros((1,), jnp.int32))
@@ -254,6 +255,8 @@ class NgramLM(CheckedModule):
         """
         nodes = jnp.zeros_like(contexts)
         for depth in range(self.config.context):
+            # Column j looks up the last j + 1 tokens, so at this depth it reads token C - 1 - j +
+            # depth.
             token, words = contexts[:, depth:][:, ::-1], self.words[depth]
 
             def halve(
@@ -299,6 +302,8 @@ class NgramLM(CheckedModule):
         def add(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             done, p = carry
             index = low[:, None] + done + jnp.arange(CHUNK)[None]
+            # Column V does not exist, so the scatter drops entries past the last follower, and
+            # start symbols.
             word = jnp.where(index < end[:, None], words[index], self.config.vocab_size)
             return done + CHUNK, p.at[rows, word].add(weights[index], mode="drop")
 

@@ -174,6 +174,7 @@ def _windows(
     """Return the newest C tokens after `count` tokens, with -1 for tokens of other documents."""
     index = count[:, :, None] + jnp.arange(context)[None, None]
     rows = jnp.arange(line.shape[0])[:, None, None]
+    # The tokens of the state have document 0, like an unsegmented row, which continues them.
     same = owner[rows, index] == jnp.maximum(document, 0)[:, :, None]
     return jnp.where(same, line[rows, index], -1)
 
@@ -220,6 +221,7 @@ class RecentTokensLM(CheckedModule):
         """
         places = Places.of(self, capture)
         refuse_rngs(self, key)
+        # Only windows of consecutive tokens overlap, which a convolution can use.
         every = at is None or bool(places.edit)
         whole = valid is None and segments is None and every and tokens.shape[1] > 0
         windows, state, visit = slide_window(

@@ -343,5 +343,7 @@ def generate_pairs(task: _GeneratedTask, seed: int) -> list[tuple[str, str]]:
     while len(pairs) < task.examples and duplicates < TRIES[0] + TRIES[1] * len(pairs):
         source, target = task.draw(random)
         duplicates = duplicates + 1 if source in pairs else 0
+        # A dict keeps one target per source, so a held-out source is never part of the training
+        # examples.
         pairs[source] = target
     return list(pairs.items())

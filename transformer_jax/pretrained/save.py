@@ -283,6 +283,7 @@ def _tensors(
         pieces = []
         for mapping in mappings:
             path, part = whole_path(mapping.param, scanned=False)
+            # The mappings of a tensor are listed in the order of its rows, as `joined` expects.
             pieces.append(mapping.layout.write(params[path](part)))
         whole = joined([mapping.layout for mapping in mappings], pieces)
         # In a checkpoint without a head, names have no prefix, so write them without the prefix.

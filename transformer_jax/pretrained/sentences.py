@@ -96,6 +96,7 @@ def pool_sentences(
             last = valid.shape[1] - 1 - jnp.argmax(valid[:, ::-1], axis=1)[:, None, None]
             pooled = jnp.take_along_axis(kept, last, axis=1)[:, 0]
         case "max":
+            # Padding was set to 0, which could be the largest value.
             seen = jnp.where(valid[:, :, None], kept, -jnp.inf)
             pooled = jnp.where(jnp.isnan(kept).any(axis=1), jnp.nan, largest(seen, axis=1))
             pooled = jnp.where(some, pooled, 0.0)
@@ -210,6 +211,8 @@ class SentenceEncoder:
         whole = np.asarray(tokenizer.encode(text, special_tokens=True), np.int32)
         if len(whole) <= self.max_len:
             return whole
+        # The text is encoded as a whole before it is cut, because a cut string could have other
+        # tokens.
         plain = np.asarray(tokenizer.encode(text, special_tokens=False), np.int32)
         room = self.max_len - (len(whole) - len(plain))
         # Find the text's own IDs within all IDs, and keep the special tokens around them.
@@ -395,6 +398,7 @@ def _limits(folder: WeightFolder, config: ModelConfig) -> tuple[int, bool]:
         longest = config.max_len
         if settings is not None:
             limit = settings.take("model_max_length", longest)  # 10^30 means no limit
+            # A limit of another type is passed on, so that `integer` raises its usual error.
             if type(limit) not in (int, float) or limit < longest:
                 longest = settings.integer("model_max_length", longest)
     if longest < 1:

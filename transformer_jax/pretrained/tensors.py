@@ -257,6 +257,7 @@ class CheckpointTensors:
                     rule = f"must equal {first}, to which config.json ties it"
                     raise CheckpointError(f"{self._where(actual)} {rule}")
             elif name in self._family.computed_tensors:  # equal within the precision of the dtype
+                # In half precision, a sine or cosine is rounded by up to 2^-9.
                 tolerance = 1e-5 if self._float_dtype(actual) == "float32" else 5e-3
                 shape = tuple(self._folder.tensors[actual].shape)
                 expected = self._family.computed_tensors[name](config, shape)
@@ -292,6 +293,7 @@ class CheckpointTensors:
                     check_range(self._where(name), param, computes_in)  # products use this dtype
                 yield mapping.param, np.ascontiguousarray(param)
                 del param
+            # Together with the `del` above, this frees a tensor before the next one is read.
             del tensor
 
     def _where(self, name: str) -> str:

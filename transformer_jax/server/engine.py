@@ -145,6 +145,7 @@ class Engine:
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        # A daemon thread does not keep a program alive that never calls `stop`.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -313,6 +314,7 @@ class Engine:
                     self._write(new)
             except Exception as error:  # such as out of memory, where later requests may succeed
                 print(f"serve: {type(error).__name__}: {brief(error)}", file=sys.stderr)
+                # The failed call may have consumed the state of all slots, so every request fails.
                 self._fail("the server could not complete this request")
                 self.batcher = self._new_batcher()
         self._fail("the server is stopping")

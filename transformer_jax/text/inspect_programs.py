@@ -138,6 +138,8 @@ def weights(
     found = model.apply(
         {"params": params}, jnp.asarray(tokens), capture=capture, **call_arguments(inputs)
     )
+    # Captured values are in the order of the requested names, and `*` expands in the order of
+    # blocks.
     return jnp.stack(list(found[-1].values()), axis=1)
 
 

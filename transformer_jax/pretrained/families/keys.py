@@ -237,6 +237,7 @@ def either(on: object, off: object) -> Kind:
 
 def _multiplier(keys: ConfigKeys, name: str, default: float) -> float | None:
     scale = float(keys.positive(name, default))
+    # 1 is read as None, so that equivalent configs are equal.
     return None if scale == 1 else scale
 
 

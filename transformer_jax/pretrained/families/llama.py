@@ -97,6 +97,7 @@ def _read_turns(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         keys.fail("layer_types", types, "requires use_sliding_window and sliding_window")
     found: k.Fields = dict(window=d.window_pattern(types, width) if used else None)
     if not all(pattern):
+        # A pattern must contain a layer that rotates; otherwise, the model has no positions at all.
         turned = any(pattern) and replace(fields["positions"], pattern=pattern)
         found["positions"] = turned or None
     return found

@@ -205,6 +205,7 @@ def named(config: ModelConfig, module: str, names: Mapping[str, str]) -> list[Te
     The config also determines whether the branches share one norm or have one norm each.
     "attention/qkv" is a joint matrix of query, key and value, with a run of rows per key head.
     """
+    # A bias field may be None, which means the value of `use_bias`.
     qkv_bias, out_bias, ff_bias = (
         effective(config, f"{part}_bias") for part in ("qkv", "out", "ff")
     )
@@ -217,6 +218,7 @@ def named(config: ModelConfig, module: str, names: Mapping[str, str]) -> list[Te
         tensor, (_, _, kind) = f"{module}.{name}", param.rpartition("/")
         if param in ("norm", "norm_attention", "norm_feed_forward") and shared != (param == "norm"):
             continue
+        # An RMSNorm never has a bias, and a LayerNorm has one if the config has biases.
         if "norm" in param:
             found += norm(param, tensor, config.norm == "layernorm" and config.use_bias)
         elif kind.endswith("_scale"):
