@@ -139,7 +139,7 @@ class Parts:
         return b"".join(self.parts[i] for i in ids)
 
 
-REGEXES = "(ab|ba)*c", "a?b{2,3}", "[abé]{3}", "é|aé|b", "(a|ab)(c|bé)?"
+REGEXES = "(ab|ba)*c", "a?b{2,3}", "[abé]{3}", "é|aé|b", "(a|ab)(c|bé)?", "^a+?(b|é)$"
 
 
 def texts_of(regex: str, longest: int) -> list[bytes]:
@@ -509,6 +509,9 @@ def test_logit_processors_combine_with_grammar():
     [
         (dict(regex="("), "regex: unclosed group"),
         (dict(regex="(?=a)b"), "regex: look-around"),
+        (dict(regex=r"a\bb"), r"regex: .*lookarounds not supported"),
+        (dict(regex="a^b"), r"regex: .*lookarounds not supported"),
+        (dict(regex=r"(a)\1"), r"regex: backreferences are not supported"),
         (dict(regex=3), "regex is 3: must be a string"),
         (dict(schema={"type": "objec"}), "schema: Invalid type: objec"),
         (dict(schema={"type": "object", "not": {}}), r'schema: Unimplemented keys: \["not"\]'),

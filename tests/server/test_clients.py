@@ -14,7 +14,9 @@ import pytest
 from tests.server.fuzz_bodies import PATHS
 from tests.server.models import is_idle, running, tiny
 from transformer_jax.decoding.samplers import Sample, Temperature, TopP
+from transformer_jax.server import engine as engine_module
 from transformer_jax.server.app import make_app
+from transformer_jax.server.protocol import RequestError
 
 uvicorn = pytest.importorskip("uvicorn")
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
@@ -111,6 +113,51 @@ def test_openai_client_receives_json_matching_schema(client, openai):
             model=NAME, prompt="cab", extra_body={"structured_outputs": {"regex": "("}}
         )
     assert caught.value.param == "structured_outputs.regex"
+
+
+def test_openai_client_raises_error_that_occurs_during_stream(client, openai, monkeypatch):
+    """The client ignores a missing [DONE], so the error must be an event."""
+    pytest.importorskip("llguidance")
+    read, tokens = engine_module.Matcher.read, []
+
+    def fail_at_third(matcher, token):
+        tokens.append(token)
+        if len(tokens) == 3:
+            raise ValueError("structured_outputs.regex: the text cannot continue: too complex")
+        read(matcher, token)
+
+    monkeypatch.setattr(engine_module.Matcher, "read", fail_at_third)
+    form = {"structured_outputs": {"regex": "[ab]{9}"}}
+    sent = client.completions.create(model=NAME, prompt="cab", stream=True, extra_body=form)
+    assert next(iter(sent)).choices[0].text in ("a", "b")
+    with pytest.raises(openai.APIError, match="too complex"):
+        list(sent)
+
+
+def test_openai_streaming_helper_returns_complete_answer_or_raises(client, openai):
+    pytest.importorskip("llguidance")
+    form = {"structured_outputs": {"regex": "(ab){4}"}}
+    fields = dict(model=NAME, messages=[{"role": "user", "content": "tab"}], extra_body=form)
+    with client.chat.completions.stream(**fields) as stream:
+        assert stream.get_final_completion().choices[0].message.content == "abababab"
+    with pytest.raises(openai.LengthFinishReasonError):
+        with client.chat.completions.stream(**fields, max_completion_tokens=3) as stream:
+            stream.get_final_completion()
+
+
+def test_openai_client_repeats_request_if_queue_is_full(address, engine, openai, monkeypatch):
+    submit, refused = engine.submit, []
+
+    def submit_second_time(*arguments, **options):
+        if not refused:
+            refused.append(1)
+            raise RequestError("3 requests are waiting", 429, code="queue_full")
+        return submit(*arguments, **options)
+
+    monkeypatch.setattr(engine, "submit", submit_second_time)
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="-") as client:
+        answer = client.completions.create(model=NAME, prompt="cab", max_tokens=11, temperature=0)
+    assert answer.choices[0].text == tiny().generate("cab", 11) and refused
 
 
 def test_sixteen_concurrent_clients_receive_independent_answers(address, engine, openai):

@@ -288,6 +288,11 @@ class TestSentencePiece:
         ]  # fmt: skip
         assert list(pieces(tokenizer, ids.tolist())) == [" hello", "\U0001f469"]
 
+    def test_invalid_byte_does_not_replace_valid_characters_next_to_it(self, tokenizer):
+        ids = {byte: 3 + byte for byte in b"\xffAB\xc3\xa9"}
+        found = tokenizer.decode([ids[byte] for byte in b"A\xc3\xa9\xffB"])
+        assert found == "A\u00e9\ufffdB"
+
     def test_special_tokens_are_added_on_request(self, tokenizer):
         assert tokenizer.special_ids == {"bos": 1, "eos": 2, "unk": 0}
         plain = tokenizer.encode("hello").tolist()
@@ -557,7 +562,10 @@ BEYOND = dict(id=999, content="<x>", single_word=False, lstrip=False, rstrip=Fal
               normalized=False, special=True)  # fmt: skip
 DOUBLE = dict(type="Replace", pattern={"String": "a"}, content="aa")
 HOSTILE = {
-    "nothing": ({}, r"no tokenizer was found"),
+    "nothing": ({}, r"no tokenizer was found: .*or vocab.txt$"),
+    "a SentencePiece model": (
+        {"spiece_model": "\n\x0e"}, r"or vocab.txt; to convert spiece.model, use AutoTokenizer.*",
+    ),
     "not JSON": (dict(tokenizer_json="{"), r"tokenizer.json is not JSON"),
     "not UTF-8": (dict(tokenizer_json=b"\xff{}"), r"tokenizer.json is not JSON \('utf-8' codec"),
     "nested": (dict(tokenizer_json='{"a":' + "[" * 100_000), "tokenizer.json is nested more"),

@@ -304,6 +304,14 @@ def test_accuracy_is_computed_by_text_and_by_word():
     assert found["word_error_rate"] == pytest.approx(2 / 5)
 
 
+@pytest.mark.parametrize("texts", [["a", "b"], []])
+def test_each_text_needs_one_reference(texts):
+    """sacrebleu would drop the surplus texts without an error."""
+    message = rf"written contains {len(texts)} texts: must have 1, as many as wanted"
+    with pytest.raises(ValueError, match=message):
+        compare_texts(texts, ["a"])
+
+
 def test_bleu_and_chrf_match_sacrebleu():
     pytest.importorskip("sacrebleu")
     same = compare_texts(["the cat sat on the mat"], ["the cat sat on the mat"])

@@ -156,6 +156,11 @@ def _definition(
         kind = class_for("vocab.txt")
         return "vocab.txt", _word_piece(folder, words, config, kind), kind
     rule = "must have tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
+    for name in ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"):
+        if (folder / name).exists():
+            rule += f"; to convert {name}, use AutoTokenizer.from_pretrained(FOLDER)"
+            rule += ".save_pretrained(FOLDER) of transformers"
+            break
     raise DataError(f"{folder}: no tokenizer was found: {rule}")
 
 
