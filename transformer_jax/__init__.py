@@ -230,16 +230,12 @@ __all__ = [
 ]
 
 
-def _name_keywords() -> None:
-    """Make public classes suggest the intended argument for an unknown keyword."""
-    for kind in (value for value in list(globals().values()) if dataclasses.is_dataclass(value)):
-        cls: Any = kind
-        # configs are already wrapped
-        if not issubclass(cls, nn.Module) and not hasattr(cls.__init__, "__wrapped__"):
-            cls.__init__ = known_keywords(cls.__init__, cls.__name__)
-
-
-_name_keywords()
+# make public classes suggest the intended argument for an unknown keyword
+_class: Any
+for _class in [value for value in globals().values() if dataclasses.is_dataclass(value)]:
+    # configs are already wrapped
+    if not issubclass(_class, nn.Module) and not hasattr(_class.__init__, "__wrapped__"):
+        _class.__init__ = known_keywords(_class.__init__, _class.__name__)
 
 # `lectures` may import every other folder, so its classes are registered by name and imported later
 register(

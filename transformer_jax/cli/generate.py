@@ -21,7 +21,6 @@ from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 
 if TYPE_CHECKING:
     from transformer_jax.decoding.logit_processors import HistoryProcessor
-    from transformer_jax.decoding.samplers import Processor
     from transformer_jax.text.language_model import LanguageModel
 
 T = TypeVar("T")
@@ -128,7 +127,22 @@ def generate(options: Generate) -> None:
 
     shared = {"num_tokens", "beams", "length_penalty", "slots", "cache_dtype"}
     settings = {name: x for name in shared if (x := getattr(options, name)) is not None}
-    settings |= {"stop": options.stop, **_form(options), **_sampling(options)}
+    settings |= {"stop": options.stop, **_form(options)}
+    if options.beams is None:
+        import jax
+
+        from transformer_jax.decoding import samplers
+
+        steps: dict[str, Callable[[FieldValue], samplers.Processor]] = dict(
+            temperature=samplers.Temperature, top_k=samplers.TopK, top_p=samplers.TopP,
+            min_p=samplers.MinP, typical_p=samplers.Typical,
+        )  # fmt: skip
+        values = {name: getattr(options, name) for name in steps}
+        if values["temperature"] is None:
+            values["temperature"] = 0.8
+        parts = (_make(n, value, steps[n]) for n, value in values.items() if value is not None)
+        sampler = samplers.Sample(*parts)
+        settings |= {"sampler": sampler, "key": jax.random.key(options.seed or 0)}
     if options.samples is not None:
         settings["samples" if options.beams is None else "results"] = options.samples
     try:
@@ -311,22 +325,3 @@ def _make(name: str, value: FieldValue, kind: Callable[[FieldValue], T]) -> T:
     except ValueError as error:
         rule = str(error).partition(": ")[2] or str(error)
         raise ConfigError(f"{name} is {value!r}: {rule}") from None
-
-
-def _sampling(options: Generate) -> dict[str, Any]:
-    """Return the sampler and its key, or nothing for a beam search."""
-    if options.beams is not None:
-        return {}
-    import jax
-
-    from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
-
-    kinds: dict[str, Callable[[FieldValue], Processor]] = dict(
-        temperature=Temperature, top_k=TopK, top_p=TopP, min_p=MinP, typical_p=Typical
-    )
-    values = {name: getattr(options, name) for name in kinds}
-    if values["temperature"] is None:
-        values["temperature"] = 0.8
-    parts = (_make(n, value, kinds[n]) for n, value in values.items() if value is not None)
-    sampler = Sample(*parts)
-    return {"sampler": sampler, "key": jax.random.key(options.seed or 0)}

@@ -119,8 +119,8 @@ def score_requests(
     Raises:
         DataError: if a continuation is longer than the model can read.
     """
-    most = max_text_tokens(model.config) if longest is None else longest
-    cut = [_cut(request, most) for request in requests]
+    limit = max_text_tokens(model.config)
+    cut = [_cut(request, limit if longest is None else longest) for request in requests]
     by_context: dict[tuple[int, ...], list[int]] = {}
     for n, request in enumerate(cut):
         by_context.setdefault(request.context, []).append(n)
@@ -146,7 +146,19 @@ def score_requests(
         # Edits count tokens from the original beginning, which may have been truncated.
         first = len(requests[part[0]]) - len(cut[part[0]])
         module = built.with_facts(part=True, first=first) if first else built
-        scores = _score_rows(model, [cut[n] for n in part], rows, module)
+        batch = [cut[n] for n in part]
+        size = max(map(len, batch))
+        length = size if built.edits else min(limit, bucket(size))  # edits must not see padding
+        width = min(length, bucket(max(len(request.continuation) for request in batch)))
+        tokens = np.zeros((rows, length), np.int32)
+        at, labels = np.zeros((2, rows, width), np.int32)
+        for row, request in enumerate(batch):
+            size, count = len(request), len(request.continuation)
+            tokens[row, :size] = (*request.context, *request.continuation[:-1])
+            at[row, :count] = np.arange(size - count, size)
+            labels[row, :count] = request.continuation
+        arrays = map(jnp.asarray, (tokens, at, labels))
+        scores = _summed(batch, *_rows_program(module, model.params, *arrays))
         found |= dict(zip(part, scores, strict=True))
         report(len(part))
     # Group rows with the same context into parts of at most `batch_size` rows.
@@ -172,26 +184,6 @@ def _cut(request: ScoringRequest, longest: int) -> ScoringRequest:
         raise DataError(f"the continuation has {size} tokens: must be at most max_len, {longest}")
     excess = len(request) - longest
     return ScoringRequest(request.context[excess:], request.continuation) if excess > 0 else request
-
-
-def _score_rows(
-    model: Reader, part: Sequence[ScoringRequest], rows: int, built: CheckedModule
-) -> list[Continuation]:
-    """Score each request in its own row."""
-    longest, size = max_text_tokens(model.config), max(map(len, part))
-    length = size if built.edits else min(longest, bucket(size))  # edits must not see padding
-    width = min(length, bucket(max(len(request.continuation) for request in part)))
-    tokens = np.zeros((rows, length), np.int32)
-    at, labels = np.zeros((2, rows, width), np.int32)
-    for n, (request, size) in enumerate(zip(part, map(len, part), strict=True)):
-        count = len(request.continuation)
-        tokens[n, :size] = (*request.context, *request.continuation[:-1])
-        at[n, :count] = np.arange(size - count, size)
-        labels[n, :count] = request.continuation
-    log_probs, likeliest = _rows_program(
-        built, model.params, jnp.asarray(tokens), jnp.asarray(at), jnp.asarray(labels)
-    )
-    return _summed(part, log_probs, likeliest)
 
 
 def _score_shared(

@@ -78,7 +78,24 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
     name, definition, kind = _definition(folder, config, model)
     options = _options(folder, config, kind)
     definition = classes.apply_options(definition, options)
-    sources = dict(_main_templates(folder, config))
+    where, written = folder / "tokenizer_config.json", _read(folder, "chat_template.jinja")
+    value: Json = config.get("chat_template") if written is None else written
+    if value is None and (content := _json(folder, "chat_template.json")) is not None:
+        where, value = folder / "chat_template.json", content.get("chat_template")
+    sources: dict[str, str] = {}
+    match value:
+        case None:
+            pass
+        case str():
+            sources["default"] = value
+        case _:
+            for one in value if isinstance(value, list) else ():
+                match one:
+                    case {"name": str(title), "template": str(template)}:
+                        sources[title] = template
+            if not isinstance(value, list) or len(sources) != len(value):
+                rule = "must be a string, or a list of objects with a unique name and a template"
+                raise DataError(f"{where}: chat_template: {rule}")
     for file in more_templates(folder):
         sources[Path(file).stem] = _read(folder, file, LIMITS["chat_template.jinja"]) or ""
     templates = tuple(sources.items())
@@ -459,29 +476,6 @@ def more_templates(folder: Path) -> list[str]:
     if below.is_symlink() or not below.is_dir():
         return []
     return sorted(f"{below.name}/{path.name}" for path in below.glob("*.jinja"))
-
-
-def _main_templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str], ...]:
-    where = folder / "tokenizer_config.json"
-    file = _read(folder, "chat_template.jinja")
-    value: Json = config.get("chat_template") if file is None else file
-    if value is None and (content := _json(folder, "chat_template.json")) is not None:
-        where, value = folder / "chat_template.json", content.get("chat_template")
-    match value:
-        case None:
-            return ()
-        case str():
-            return (("default", value),)
-        case list():
-            found: dict[str, str] = {}
-            for one in value:
-                match one:
-                    case {"name": str(name), "template": str(template)}:
-                        found[name] = template
-            if len(found) == len(value):
-                return tuple(found.items())
-    rule = "must be a string, or a list of objects with a unique name and a template"
-    raise DataError(f"{where}: chat_template: {rule}")
 
 
 def _create(path: Path, model: Callable[..., Any], **arguments: Any) -> Any:
