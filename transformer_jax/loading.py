@@ -144,6 +144,7 @@ def _adapted_base(config: TrainConfig, metadata: JsonObject) -> Params:
     assert config.init_from is not None
     base = base_params(config.init_from, config.model.scan_layers)
     check_base(config.init_from, base, metadata)
+    # the checkpoint contains these parameters
     base = {name: part for name, part in base.items() if name not in config.trained_whole}
     shapes = jax.eval_shape(lambda: init_params(config.model, jax.random.key(0)))
     return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), base)[0]
@@ -161,6 +162,7 @@ def _restore_trained(config: TrainConfig, saved: Path) -> Params:
     """Return the trained float32 parameters of a checkpoint, averaged if the run averages them."""
     averages = config.ema_decay is not None or isinstance(config.optimizer, ScheduleFree)
     name = "average" if averages else "params"
+    # averages are always stored in float32
     dtype = jnp.float32 if averages else config.param_dtype
 
     def fresh() -> Params:

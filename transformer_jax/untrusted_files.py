@@ -102,6 +102,7 @@ class Untrusted:
             size = os.fstat(stream.fileno()).st_size
             if size > limit:
                 raise self.error(f"{path} has {size} bytes: must have at most {limit}")
+            # the file may have grown since its size was read
             return stream.read(limit)
 
     def json(
@@ -139,6 +140,7 @@ class Untrusted:
 
         def pairs(items: list[tuple[str, Json]]) -> dict[str, Json]:
             found = dict(items)
+            # Python keeps the last of several equal keys, but other parsers may keep the first
             if len(found) < len(items):
                 seen: set[str] = set()
                 twice = next(k for k, _ in items if k in seen or seen.add(k))  # type: ignore[func-returns-value]
@@ -169,6 +171,7 @@ def is_plain(name: object) -> bool:
 
 def shown(value: object) -> str:
     """Format a value from a file for a message: escaped and shortened to about 80 characters."""
+    # cut a long value before it is escaped, which can multiply its length
     text = ascii(value[:80] if isinstance(value, str | list) else value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 

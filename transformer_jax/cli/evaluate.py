@@ -120,6 +120,7 @@ def evaluate(options: Evaluate) -> None:
         from transformer_jax.tokenizers.plain_text import read_text
 
         text = read_text(options.text.read_bytes(), str(options.text))
+        # Check before the model is loaded, which may take minutes.
         if not text:
             raise ConfigError(f"text is {str(options.text)!r}: the file is empty")
         model = _load(options)

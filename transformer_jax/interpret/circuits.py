@@ -120,6 +120,7 @@ def circuits(
     # M = A B^T = Q_a (R_a R_b^T) Q_b^T has rank at most H, so an SVD of [H, H] instead of [D, D]
     # suffices
     (qa, ra), (qb, rb) = (jnp.linalg.qr(jnp.stack(x)) for x in (first, second))
+    # by default, accelerators multiply with reduced precision
     inner = jnp.einsum("LNRH,LNQH->LNRQ", ra, rb, precision="highest")
     u, s, vt = jnp.linalg.svd(inner)
     left = jnp.einsum("LNDR,LNRQ->LNDQ", qa, u, precision="highest")
@@ -143,5 +144,6 @@ def _dense(kernel: jax.Array | QuantizedKernel | AdaptedKernel, contract: int) -
     if not isinstance(kernel, AdaptedKernel):
         return jnp.asarray(kernel.astype(jnp.float32))
     inputs = kernel.shape[:contract]
+    # the layer maps the rows of the identity to the rows of the dense matrix
     identity = jnp.eye(prod(inputs), dtype=jnp.float32).reshape(-1, *inputs)
     return product(identity, kernel, None, contract, None, "").reshape(kernel.shape)

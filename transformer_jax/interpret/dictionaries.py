@@ -184,6 +184,8 @@ def feature_examples(
             value = run(model, params, arguments, row[None], capture=(name,))[1][name]
             return lookup(dictionary.encode(_flat(value))[0].T, features).T
 
+        # the features of all tokens may not fit in memory, so keep only the requested ones of each
+        # row
         found = jax.lax.map(of_row, tokens, batch_size=min(batch_size, B))
         values, at = jax.lax.top_k(found.reshape(B * T, -1).T, count)
         return FeatureExamples(values, at // T, at % T)

@@ -124,6 +124,7 @@ def dictionary_learner(
 
     def parts(params: Params, batch: Batch) -> tuple[jax.Array, ...]:
         """Return sums over the valid tokens: loss, count, squared error and squared target."""
+        # the center and the scale describe the data and are not trained
         constants = {name: jax.lax.stop_gradient(params[name]) for name in ARRAYS[4:]}
         dictionary = Dictionary(**{**params, **constants}, place="", target="", active=active)
         x, y = (jnp.asarray(part).astype(jnp.float32) for part in (batch.tokens, batch.labels))
@@ -137,6 +138,7 @@ def dictionary_learner(
         error = ((y - rebuilt) ** 2).sum(axis=-1) / target_width
         total = error
         if l1 is not None:
+            # without the lengths, small features with long directions would avoid the penalty
             lengths = jnp.linalg.norm(dictionary.decoder, axis=1)
             total = error + l1 * (f @ lengths) / target_width
         squares = (y**2).sum(axis=-1) / target_width
@@ -144,6 +146,7 @@ def dictionary_learner(
 
     def loss(params: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         total, weight, *_ = parts(params, batch)
+        # a batch may have no valid token
         return total / jnp.maximum(weight, 1), weight
 
     def scores(params: Params, batch: Batch) -> jax.Array:  # f32[3]
@@ -180,6 +183,7 @@ class _CaptureWindows:
         if starts.ndim == 1:
             x, y = values(batch.tokens)
         else:
+            # the model reads one micro-batch at a time
             x, y = (jnp.stack(part) for part in zip(*map(values, batch.tokens), strict=True))
         return Batch(x, y, valid=batch.labels != IGNORE)
 
@@ -218,6 +222,7 @@ class DictionaryWindows(TrainingTask):
         self.prepare = _CaptureWindows(studied, task.place, target, config.sequence_len)
         self.resident = (model.params, text.data.train)  # type: ignore[assignment]
         self.held_out = (model.params, text.data.val)  # type: ignore[assignment]
+        # spread over the text, because its beginning may not be typical
         starts = np.linspace(0, len(text.data.train) - config.sequence_len - 1, SIZED_BY)
         first = jax.jit(self.prepare)(*self.resident, starts.astype(np.int32))
         sizes = []
@@ -286,6 +291,7 @@ def load_dictionary(run: str | Path, step: int | None = None) -> Dictionary:
         )
     saved = checkpoint.step_path(folder.checkpoints, steps[-1] if step is None else step)
     leaves = checkpoint.read_manifest(saved).leaves
+    # the checkpoint contains the shapes, so the model does not have to be loaded
     shapes = {leaf.name.removeprefix("params/"): leaf.shape for leaf in leaves}
     like = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in ARRAYS}
     params = checkpoint.restore(saved, {"params": like})["params"]

@@ -179,6 +179,7 @@ def resample(
 
         def function(value: jax.Array, positions: jax.Array, call: Call) -> jax.Array:
             shape = list(value.shape)
+            # only the tokens that change have to be in `new`, so the number of tokens may differ
             if (at is not None or not call.whole) and new.ndim > tokens:
                 shape[tokens] = new.shape[tokens]
             if [*new.shape[1:]] != shape[1:] or new.shape[0] not in (1, value.shape[0]):
@@ -353,6 +354,7 @@ class _SelectiveEdit:
         if isinstance(self.at, jax.core.Tracer):
             wrong = (at < 0).any() | (call.whole & (at >= count).any())
             changed = jnp.where(wrong, jnp.nan, changed)
+        # if positions are traced, a missing token cannot raise an error, so its row becomes NaN
         if call.whole and call.lengths is None and call.padded is None:
             missing = ~here.any(axis=1).all(axis=1, keepdims=True) & (positions >= 0).any(
                 1, keepdims=True

@@ -85,6 +85,7 @@ def read_out(
         return model.embed.logits(x)
 
     B, L, T, D = streams.shape
+    # the norm and the output layer process each vector separately, so T may include the layers
     logits = model.apply({"params": params}, streams.reshape(B, L * T, D), method=output)
     assert isinstance(logits, jax.Array)
     return logits.reshape(B, L, T, -1)

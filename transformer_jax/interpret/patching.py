@@ -171,6 +171,8 @@ def attribution_patching(
             change = (value.astype(jnp.float32) - before[name].astype(jnp.float32)) * gradient
             kept = [axes[axis] for axis in each]
             summed = change.sum([i for i in range(value.ndim) if i not in kept])
+            # the sum has the axes in the order of the value, but the table has them in the order of
+            # `each`
             return summed.transpose(np.argsort(np.argsort(kept)))
 
         return jnp.stack([estimate(name) for name in names])

@@ -116,6 +116,8 @@ def path_patching(
             }
             frozen_model = model.edited(freezing | edit | joined)
             received = run(frozen_model, params, arguments, corrupted, capture=reached)[1]
+            # in the last run, only the receivers are fixed, so their effect reaches all later
+            # computation
             put: dict[str, Edit] = {}
             for name, heads in reached.items():
                 put |= resample({name: received[name]}, heads=heads)

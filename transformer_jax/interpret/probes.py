@@ -134,6 +134,7 @@ def _fit(
         kernel, bias = _logistic(x, y, num_classes, penalty, steps)
         counts = (y[:, None] == jnp.arange(num_classes)[None]).sum(axis=0)
         valid = test_y >= 0
+        # traced labels cannot raise an error
         defined = (labels < num_classes).all() & jnp.isfinite(kernel).all()
 
         def accuracy(guess: jax.Array) -> jax.Array:
@@ -171,6 +172,7 @@ def _logistic(
     total = jnp.maximum(counts.sum(), 1)
     centre = (x * counts[:, None]).sum(axis=0, keepdims=True) / total
     size = jnp.sqrt(((x - centre) ** 2 * counts[:, None]).sum(axis=0, keepdims=True) / total)
+    # a coordinate with the same value in all rows has a deviation of 0
     size = jnp.where(size > 0, size, 1)
     z, target = (x - centre) / size, jnp.maximum(y, 0)
 
@@ -193,5 +195,6 @@ def _logistic(
 
     start = jnp.zeros((x.shape[1], num_classes)), jnp.zeros(num_classes)
     ((kernel, bias), _), _ = jax.lax.scan(step, (start, solver.init(start)), None, length=steps)
+    # convert the map of standardized values to a map of the original values
     kernel = kernel / size.T
     return kernel, bias - (centre @ kernel)[0]

@@ -76,6 +76,7 @@ def steering_vector(
         def average(params: Params, tokens: jax.Array, counts: jax.Array) -> jax.Array:
             index = jnp.arange(tokens.shape[1])[None]
             valid = index < counts[:, None]
+            # a negative position marks padding, which no token sees
             positions = {"positions": jnp.where(valid, index, -1)}
             value = run(model, params, arguments | positions, tokens, capture=names)[1][names[0]]
             used = index == counts[:, None] - 1 if over == "last" else valid

@@ -130,6 +130,7 @@ def compare(options: Compare) -> None:
     scores = []
     with tempfile.TemporaryDirectory() as scratch, interrupts() as received:
         training_part = Path(scratch, "training.txt")
+        # a search splits this file again, so that no choice depends on the last tenth of the text
         training_part.write_text(data.tokenizers.tokenizer.decode(text), "utf-8", newline="")
         for name in dict.fromkeys(options.models):
             folder = RunFolder(out / name)
@@ -215,6 +216,7 @@ def search(
     counted = isinstance(model, NgramConfig)
     values: Sequence[float] = ORDERS if counted else RATES
     losses: dict[int, float] = {}
+    # start near the middle of the range, from which the best value is at most a few moves away
     at, before = values.index(5 if counted else 0.008), -1
     while at != before:
         before = at
@@ -233,6 +235,7 @@ def search(
 def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainConfig:
     """Return the config of a run with this learning rate or n-gram order."""
     if isinstance(model, NgramConfig):
+        # an n-gram model counts the whole training part in one step
         return replace(base, model=replace(model, order=int(value)), steps=1, warmup_steps=0)
     # a tenth of the steps in both the search and the run, so that rates are comparable
     warmup = base.steps // 10

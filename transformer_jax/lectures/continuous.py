@@ -67,6 +67,7 @@ class Signals(RowsTask):
         if tokenizers is None:
             targets = [signal.target for signal in made]
             tokenizers = Tokenizers(line_tokenizer(config, targets, targets[:cut]))
+        # a classifier does not write text
         names = [] if self.classes else ["bos", "eos"]
         tokenizers = Tokenizers(with_special_tokens(tokenizers.tokenizer, names))
         changes = {"num_classes": len(DIGITS)} if self.classes else {}
@@ -181,6 +182,7 @@ def signal_example(
         return Batch(signal.values, np.array(DIGITS.index(signal.target), np.int32))
     ids, target = special_ids(tokenizers.tokenizer), tokenizers.tokenizer.encode(signal.target)
     sizes = {f"{where}: target": len(target) + 1}
+    # only a table of positions limits the length of the source
     if isinstance(model.positions, Learned):
         sizes[f"{where}: source"] = model.inputs.num_tokens(len(signal.values))
     check_lengths(config, sizes)

@@ -137,6 +137,7 @@ def count_ngrams(
     keys, firsts, counts, nodes = [], [], [], [node]
     for k in range(1, config.order + 1):
         starts = np.flatnonzero(room >= k)
+        # one integer for each pair of a node and a word, so that sorting groups the words by node
         key = node[starts] * size + words[starts + k - 1]
         kinds, first, inverse, count = np.unique(
             key, return_index=True, return_inverse=True, return_counts=True
@@ -241,6 +242,7 @@ class NgramLM(CheckedModule):
         nodes = self._walk(jnp.where(contexts < 0, cfg.vocab_size, contexts))
         lowest = jnp.full((1, cfg.vocab_size), 1 / cfg.vocab_size, F32)
         p = self._interpolate(0, lowest, jnp.zeros((1,), jnp.int32))
+        # the unigram probabilities have no context, so they are computed once for all rows
         p = jnp.broadcast_to(p, (len(contexts), cfg.vocab_size))
         for k in range(1, cfg.order):
             p = self._interpolate(k, p, nodes[:, k - 1])

@@ -135,7 +135,9 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
     """
     arrays: dict[str, np.ndarray] = {}
     try:
+        # NumPy would also read other formats, whose result is not a set of named arrays
         if zipfile.is_zipfile(path):
+            # a pickled object could run any code when it is loaded
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
     except Exception:  # NumPy, zipfile, and zlib raise different types for a damaged file

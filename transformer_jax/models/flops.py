@@ -117,6 +117,9 @@ def training_flops(
         total += flops * (1 + read + kernel)
         if at in adapted:
             assert lora is not None
+            # both factors need a product in the forward pass, for their gradient and for that of
+            # their input, except that the first factor's input may not depend on a trained
+            # parameter
             inputs, outputs = found[module][-2:]
             total += 2 * lora.rank * tokens * (inputs * (2 + read) + outputs * 3)
     return total
@@ -242,5 +245,6 @@ def _tokens(names: list[str], config: ModelConfig, length: int, source_length: i
         pools = "head_dense" if config.pooling == "transform" else "pooler"
         once = (pools, "classifier") if config.classes_of == "text" else (pools,)
         return 1 if names[0] in once and config.pooler_reads != "each" else length
+    # in cross-attention, only the queries come from the target
     of_memory = "cross_attention" in names and names[-2] in ("key", "value")
     return source_length if names[0] in ("encoder", "inputs") or of_memory else length

@@ -401,6 +401,7 @@ class Visit:
                 shape = f"{changed.dtype}{list(changed.shape)}"
                 raise ValueError(f"edit of {place} returns {shape}: {rule}")
             if blocks:
+                # a scan traces the edit once for all blocks
                 here = jnp.isin(jnp.asarray(self.layer), np.array(blocks))
                 changed = jnp.where(here, changed, value)
             value = changed

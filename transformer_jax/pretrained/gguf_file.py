@@ -156,6 +156,8 @@ def open_gguf(path: str | Path) -> GgufFile:
             if key in metadata:
                 raise header.wrong(f"key {shown(key)} appears twice")
             metadata[key] = header.value(key)
+        # Offsets are relative to the end of the header, which is known only after all tensors are
+        # listed.
         infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(counts[0]):
             name = header.text("a tensor's name", NAME_LIMIT)
@@ -171,6 +173,7 @@ def open_gguf(path: str | Path) -> GgufFile:
         align = metadata.get("general.alignment", 32)
         if type(align) is not int or not 0 < align <= 2**16 or align & (align - 1):
             raise header.wrong(f"general.alignment is {shown(align)}: must be a power of two")
+        # The data begins at the next multiple of the alignment.
         begin = -(-header.place // align) * align
         tensors = {
             name: _located(path, name, *info, begin, header.size, align)
@@ -226,6 +229,7 @@ class _Header:
             raise self.wrong(
                 f"{shown(key)} is a list of type {kind}: must contain numbers or strings"
             )
+        # Each string begins with its length, which takes 8 bytes.
         least = 8 if kind == _TEXT else struct.calcsize(f"<{_SCALARS[kind]}")
         if count * least > self.size - self.place:
             rule = f"has {count} items, but only {self.size - self.place} bytes remain in the file"

@@ -236,6 +236,7 @@ def write_folder(
             sync(Path(folder))
         # Detect unreadable output before removing the old folder.
         open_folder(partial)
+        # Another program may have written to the old folder in the meantime.
         _check_replaceable(final, files)
         _replace(final, partial)
     except BaseException:  # also clean up after an interrupt
@@ -286,6 +287,7 @@ def _located(path_or_id: str | Path, revision: str | None) -> Path:
 
 def _listed(folder: Path) -> dict[str, set[str] | None]:
     """Map each tensor file to the names that it must contain, or to None if there is no index."""
+    # As in transformers, a single file takes precedence over an index.
     if _FILES.there(folder, SINGLE):
         return {SINGLE: None}
     if not _FILES.there(folder, INDEX):
@@ -323,6 +325,8 @@ def _header(path: Path, file: str) -> dict[str, TensorInfo]:
     parses the header again, and both results must agree.
     """
     with _FILES.opened(path) as stream:
+        # The length of the header takes 8 bytes. The header is a JSON object, so the next byte is
+        # "{".
         size, start = os.fstat(stream.fileno()).st_size, stream.read(9)
         length = int.from_bytes(start[:8], "little")
         if start[8:] != b"{":
@@ -339,6 +343,7 @@ def _header(path: Path, file: str) -> dict[str, TensorInfo]:
         stream.seek(8)
         content = _FILES.json(stream.read(length), f"{path}: header", HEADER_VALUES)
     assert isinstance(content, dict)  # the first byte is "{"
+    # This key contains arbitrary strings, which have no effect on the tensors.
     content.pop("__metadata__", None)
     room = size - 8 - length
     found: dict[str, TensorInfo] = {}

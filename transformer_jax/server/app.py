@@ -63,6 +63,8 @@ def make_app(
         """Event stream that cancels its request if the client disconnects at any time."""
 
         def __init__(self, engine: Engine, ticket: Ticket, events: AsyncIterator[bytes]) -> None:
+            # A proxy must not store an answer, because another answer to the same request may
+            # differ.
             headers = {"Cache-Control": "no-cache"}
             super().__init__(events, media_type="text/event-stream", headers=headers)
             self.engine, self.ticket = engine, ticket
@@ -155,6 +157,7 @@ def make_app(
 
     def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
+        # These errors are temporary. Clients read from this header when to send the request again.
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
         return JSONResponse(error.body(), error.status, headers)
 
@@ -165,6 +168,8 @@ def make_app(
         return JSONResponse(body, error.status_code, error.headers)
 
     def fail(request: Request, error: Exception) -> Response:
+        # The message of an unexpected error may contain internal details, which clients must not
+        # see.
         return JSONResponse(RequestError("the server failed", 500).body(), 500)
 
     @contextlib.asynccontextmanager

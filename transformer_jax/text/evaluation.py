@@ -131,6 +131,8 @@ def task_on(
         raise ConfigError(f"run is of task 'preference': {rule}")
     task = task.on_a_file(model.config)
     if isinstance(task, tasks.Seq2SeqTask | tasks.PrefixTask):
+        # A run decodes only a few examples in each evaluation, but this function decodes all by
+        # default.
         changes: dict[str, FieldValue] = {"judged": examples or 2**31 - 1}
         if beams is not None:
             changes["beams"] = beams
@@ -146,6 +148,7 @@ def task_on(
         judged: dict[str, FieldValue] = {"judged": examples or 2**31 - 1}
         task = dataclasses.replace(task, **judged)
         return dataclasses.replace(run, task=task, eval_batches=None)
+    # The task also loads training data, which is not used here.
     return dataclasses.replace(
         run, task=task, data=data, val_data=data, eval_batches=None, data_weights=None
     )
@@ -192,6 +195,7 @@ def judge(
     step = make_eval_step(batch_scores(task.model), task.prepare)
     scores = scores_of(step, params, task.held_out, task.evaluation())
     found = {"nats_per_token": scores.loss, "bits_per_token": scores.loss / math.log(2)}
+    # A larger exponent would overflow.
     found["perplexity"] = math.exp(min(scores.loss, 700.0))
     if (character := task.per_character(scores.loss)) is not None:
         found[f"nats_per_{character[1]}"] = character[0]

@@ -188,6 +188,7 @@ class TransformerJaxLM(_Base):
             pretrained = load(pretrained, **options)
         if pretrained.kind not in ("text", "chat"):
             raise ConfigError(f"lm-eval: {pretrained.instead()}")
+        # The command of lm-eval passes a string.
         rows = int(batch_size) if str(batch_size).isdecimal() else batch_size
         check_count("batch_size", rows, 1)  # type: ignore[arg-type]
         check_count("max_gen_toks", max_gen_toks, 1)
@@ -275,6 +276,7 @@ class TransformerJaxLM(_Base):
         answers = self._score(parsed, disable_tqdm)
         for (texts, _, _), answer in zip(requests, answers, strict=True):
             if texts is not None:
+                # lm-eval stores these results, so that an interrupted evaluation can continue.
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 

@@ -137,6 +137,7 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
             if not isinstance(value, str):
                 raise DataError(f"{where}: {shown(key)} is {shown(value)}: must be a string")
             templates[name.removeprefix(".") or "default"] = value
+    # read these keys, so that they are not reported as unknown
     for name in _FILLED:
         keys.id(name, len(tokens))
     for name in keys.unread():
@@ -220,6 +221,7 @@ def _sentence_piece(keys: _Keys, ids: Mapping[str, int], kinds: np.ndarray) -> J
     marks: list[Any] = [normalizers.Replace(" ", "▁")]
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if keys.flag("add_space_prefix", True):
+        # decoding removes the space that encoding adds
         marks, steps = [normalizers.Prepend("▁"), *marks], [*steps, decoders.Strip(" ", 1, 0)]
     library.normalizer = normalizers.Sequence(marks)
     library.decoder = decoders.Sequence(steps)

@@ -135,6 +135,7 @@ class Bar:
 
     def step(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         now = time.monotonic()
+        # a step can take less time than drawing the bar
         if now - self._shown < 0.1 and step != self._steps:
             return
         self._shown = now
@@ -146,6 +147,7 @@ class Bar:
         self._decoding(done, total)
 
     def say(self, line: str) -> None:
+        # a generated sample may contain brackets that rich would interpret as markup
         self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:

@@ -66,6 +66,7 @@ class WeightsAndBiases(_RunLogger):
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         import wandb
 
+        # the ID of a W&B run cannot contain slashes
         identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         self._run = wandb.init(
             project=PROJECT, name=folder.name, id=identity, resume="allow", dir=str(folder),

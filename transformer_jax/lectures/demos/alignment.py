@@ -125,13 +125,16 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
     params = init_params(config, jax.random.key(arguments.seed))
     params, losses = train(loss, params, np.zeros(steps), learning_rate=0.02)
     start, end = english.index(START), english.index(END)
+    # one batch contains the corpus, whose translations are counted, and the examples to plot
     extra = [[french.index(word) for word in sentence.split()] for sentence in examples]
     longest = max(source.shape[1], *map(len, extra))
     read = np.full((len(source) + len(extra), longest), -1, np.int32)
     for row, ids in zip(read, [*source.tolist(), *extra], strict=True):
         row[: len(ids)] = ids
     rows, weights = translate(config, params, read, start, end, target.shape[1] - 1)
+    # the model does not write the start token
     wanted = [row[row >= 0][1:] for row in target]
+    # not strict, because the last rows are the examples
     right = np.mean([np.array_equal(a, b) for a, b in zip(rows, wanted, strict=False)])
     loss_text = f"loss {losses[-1]:.4f} nats per word"
     print(f"{len(pairs)} sentences; {loss_text}; {right:.0%} translated correctly")

@@ -67,6 +67,7 @@ def count(n: int, window: int) -> list[int]:
 
     def with_cache(mask: Any, capacity: int) -> jax.Array:
         def step(state: cache.KVCache, t: jax.Array) -> tuple[cache.KVCache, jax.Array]:
+            # masks depend only on the positions, so the keys may be zeros
             new = jnp.zeros((1, 1, 1, 1))  # [B, T, K, H]
             state = cache.update(state, new, new, t[None, None])
             return state, mask.materialize(t[None, None], state.positions).sum()
@@ -80,6 +81,7 @@ def count(n: int, window: int) -> list[int]:
             with_cache(Causal() & Window(window), min(window, n)),
         )
     )()
+    # the sum may exceed the range of int32
     return [int(np.asarray(steps, np.int64).sum()) for steps in counts]
 
 
@@ -104,6 +106,7 @@ def generators(n: int, window: int, width: int) -> list[Callable[[], Any]]:
         model = build(ModelConfig(**{**vars(config), "window": size}))
         capacity = n + 1 if size is None else size
 
+        # default values are evaluated now, but variables of the loop would be read in the call
         def cached(model: Any = model, capacity: int = capacity) -> jax.Array:
             state = init_cache(model.config, batch=1, capacity=capacity)
             return generate(make_step(model), params, prompt, state, num_tokens=n).tokens
@@ -115,9 +118,11 @@ def generators(n: int, window: int, width: int) -> list[Callable[[], Any]]:
 def measure_times(n: int, window: int, width: int, runs: int) -> list[float]:
     """Return the median time in seconds that each method needs to generate n tokens."""
     calls = generators(n, window, width)
+    # the first call includes the compilation, so it is not measured
     for call in calls:
         jax.block_until_ready(call())
     seconds: list[list[float]] = [[] for _ in calls]
+    # the methods alternate, so that a slow period of the machine affects all of them
     for _ in range(runs):
         for taken, call in zip(seconds, calls, strict=True):
             start = time.perf_counter()

@@ -485,6 +485,7 @@ def cache_positions(tokens: int, capacity: int) -> np.ndarray:  # i32[T, capacit
     """Return the position in each slot of a cache after each token, or -1 for an empty slot."""
 
     def step(state: cache.KVCache, t: jax.Array) -> tuple[cache.KVCache, jax.Array]:
+        # only the positions are drawn, so the keys may be zeros
         new = jnp.zeros((1, 1, 1, 1))  # [B, T, K, H]
         state = cache.update(state, new, new, t[None, None])
         return state, state.positions[0]

@@ -120,6 +120,7 @@ def draw(table: np.ndarray, vocabulary: list[str], similarity: np.ndarray, argum
     every = [word for words in WORDS.values() for word in words]
     at = [vocabulary.index(word) for word in every]
     centred = table[at] - table[at].mean(axis=0)
+    # the rows of V^T are the principal components, in descending order
     plane = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T  # [M, 2]
     figure, (left, right) = new_figure(2, height=4.4)
     for words, colour in zip(WORDS.values(), COLOURS, strict=True):
@@ -140,6 +141,7 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
     first, steps = arguments.seed, 400 if arguments.quick else 1500
     seeds = range(first, first + (1 if arguments.quick else 5))
     texts = sentences()
+    # the split does not depend on the seed, so the results of all seeds are comparable
     order = np.random.default_rng(0).permutation(len(texts))
     cut = len(texts) // 5
     vocabulary = sorted({START} | {word for text in texts for word in text})

@@ -85,7 +85,9 @@ def measure_errors(
     prompt, rest = texts[:, :PROMPT], texts[:, PROMPT:]
     model = Decoder(config)
     logits, _ = model.apply({"params": params}, jnp.asarray(texts[:, :-1]))
+    # output t predicts token t + 1, so the outputs start at the last token of the prompt
     forced = np.asarray(logits.argmax(axis=-1))[:, PROMPT - 1 :]
+    # the cache needs no room for keys outside the window
     state = init_cache(config, len(first), capacity=PROMPT)
     free = generate(make_step(model), params, prompt, state, num_tokens=length)
     return (forced != rest).mean(axis=0), (np.asarray(free.tokens) != rest).mean(axis=0)
@@ -95,6 +97,7 @@ def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
     """Run the demonstration, and return the error rates of both modes at each position."""
     check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     steps, length = 60, arguments.tokens
+    # the window contains only the two tokens that determine the next one
     config = ModelConfig(
         vocab_size=MODULUS, d_model=arguments.width, num_layers=1, num_heads=2, positions=Rope(),
         window=PROMPT, init_std=0.2,

@@ -41,6 +41,7 @@ VOCAB, NOISE = 11, 0.1
 
 def make_texts(rows: int, length: int, seed: int) -> np.ndarray:  # i32[B, T]
     """Return sequences x_t = f(x_{t-1}, x_{t-2}) for one random function f, with 10 % noise."""
+    # f is the same for training and evaluation
     table = np.random.default_rng(0).integers(0, VOCAB, (VOCAB, VOCAB))
     draw = np.random.default_rng(seed)
     texts = draw.integers(0, VOCAB, (rows, length)).astype(np.int32)
@@ -70,6 +71,7 @@ def losses_by_position(
         return cross_entropy(logits, tokens[:, 1:])[0]
 
     params = init_params(config, jax.random.key(seed))
+    # check the longer sequences before training, which takes much longer
     try:
         jax.eval_shape(model.apply, {"params": params}, longer[:, :-1])
     except ValueError as refusal:
@@ -94,6 +96,8 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     figure, (axes,) = new_figure()
     for kind, colour in zip(kinds, (*COLOURS, "#c23b4a"), strict=False):
+        # the longer sequences exceed `max_len`, so learned positions, which are stored in a table,
+        # fail
         config = ModelConfig(
             vocab_size=VOCAB, d_model=arguments.width, num_layers=layers, num_heads=4,
             positions=positions_of(kind), max_len=length, init_std=0.1,
@@ -101,6 +105,7 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
         losses = losses_by_position(config, texts, longer, arguments.seed)
         found[kind] = losses
         if losses is not None:
+            # the loss at a single position is noisy
             smooth = rearrange(losses[: len(losses) // 8 * 8], "(P C) -> P C", C=8).mean(axis=1)
             axes.plot(8 * np.arange(len(smooth)) + 4, smooth, color=colour, label=kind)
     quarters = [f"{i * length}-{(i + 1) * length}" for i in range(4)]

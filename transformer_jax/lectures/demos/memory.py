@@ -48,6 +48,7 @@ NETWORKS: dict[str, tuple[Cell, float]] = {
 def texts(rows: int, length: int, delay: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the letters, and sequences i32[B, T] with the letter `delay` tokens before the end."""
     random = np.random.default_rng(seed)
+    # distractors are never letters, so the letter can be recognized at any position
     tokens = random.integers(LETTERS, 2 * LETTERS, (rows, length), dtype=np.int32)
     letters = random.integers(0, LETTERS, rows, dtype=np.int32)
     tokens[:, length - 1 - delay] = letters

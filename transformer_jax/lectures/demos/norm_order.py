@@ -68,6 +68,7 @@ def train_all(
 
     Each loss is a mean over the last fifth of the steps.
     """
+    # the texts do not depend on the seed, so all models are trained on the same texts
     texts = make_texts(steps * ROWS, seed=1).reshape(steps, ROWS, LENGTH + 1)
     nudges = jnp.zeros((layers, ROWS, LENGTH, WIDTH))
     params = init(layers, jax.random.key(seed))
@@ -82,9 +83,11 @@ def train_all(
             return (jax.tree.map(lambda p, u: p - rate * u, params, updates), moments), loss
 
         state = params, optimizer.init(params)
+        # the scan does not return the moments after the first step, so compute this step separately
         (_, first), _ = step(state, (texts[0], rates[0]))
         return jax.lax.scan(step, state, (jnp.asarray(texts), rates))[1], first.mu["blocks"]["down"]
 
+    # one program trains with all schedules at the same time
     losses, first = jax.jit(jax.vmap(learn))(schedules(steps).reshape(-1, steps))
     last = np.asarray(losses)[:, -max(1, steps // 5) :].mean(axis=1)
     slopes = np.asarray(first)[0] / (1 - 0.9)  # Adam's first moment is a tenth of the gradient

@@ -47,6 +47,7 @@ def learn_perceptron(answers: np.ndarray, epochs: int) -> tuple[np.ndarray, int 
     for epoch in range(epochs):
         wrong = 0
         for x, y in zip(INPUTS, answers, strict=True):
+            # the weight of this constant input is the bias
             x = np.append(x, 1.0)
             error = y - float(weights @ x > 0)
             weights += error * x
@@ -99,6 +100,7 @@ def draw(learned: dict[str, Any], arguments: Any) -> None:
             face = "#3b6fb6" if y else "white"
             axes.plot(x1, x2, "o", ms=11, color=face, markeredgecolor="#444444")
         w1, w2, b = learned[name]["perceptron"]
+        # the weights of a perceptron that never converges define no line that separates the classes
         if learned[name]["epochs"] is not None:
             axes.axline((0, -b / w2), slope=-w1 / w2, color="#e07b39", ls="--", lw=1.5)
         axes.set(xlim=(-0.4, 1.4), ylim=(-0.4, 1.4), xticks=(0, 1), yticks=(0, 1), aspect="equal")

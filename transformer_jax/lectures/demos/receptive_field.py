@@ -37,6 +37,7 @@ def gradient_norms(config: ModelConfig, length: int, seed: int) -> np.ndarray:  
     model = StreamingEncoder(config, frame_dim=FRAME)
     frames = jax.random.normal(jax.random.key(seed), (1, length, FRAME))  # [B, T, frame_dim]
     params = model.init(jax.random.key(1), frames)
+    # random weights, because the sum of normalized features is constant and has no gradient
     weights = jax.random.normal(jax.random.key(2), (config.d_model,))
 
     def last_output(frames: jax.Array) -> jax.Array:  # f32[]
@@ -53,6 +54,7 @@ def demonstrate(arguments: Namespace) -> dict[tuple[int, int], tuple[int, int]]:
     last, deepest = arguments.window, arguments.layers
     windows = sorted({max(1, last // 2), last})
     cases = [(layers, window) for window in windows for layers in range(1, deepest + 1)]
+    # two frames more than the largest field, whose gradients must be 0
     length, fields, curves = deepest * (last - 1) + 3, {}, {}
     for layers, window in cases:
         config = ModelConfig(

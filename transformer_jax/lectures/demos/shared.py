@@ -147,6 +147,7 @@ def save_picture(figure: Figure, arguments: Namespace, name: str, text: bool = F
     path = arguments.out / f"{name}.{arguments.format}"
     # by default, Matplotlib's names of clips and markers contain a random salt
     style: Any = {"svg.hashsalt": name, "svg.fonttype": "none" if text else "path"}
+    # an SVG file would otherwise contain the current date
     metadata = {"Date": None} if arguments.format == "svg" else {}
     with matplotlib.rc_context(style):
         figure.savefig(path, dpi=110, metadata=metadata)

@@ -105,11 +105,13 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
     frames = jax.random.normal(
         jax.random.key(arguments.seed), (1, length, FRAME)
     )  # [B, T, frame_dim]
+    # the shapes of the parameters do not depend on the number of frames
     params = model.init(jax.random.key(1), frames[:, :1])
     whole, _ = model.apply(params, frames)
     apply = jax.jit(lambda frames, state: model.apply(params, frames, cache=state))
     reach = receptive_field(config) - 1
     shares = () if arguments.quick else (reach // 4, reach // 2)
+    # `reach` is the smallest exact overlap, and `reach - 1` is one frame too few
     histories = sorted({0, *shares, max(0, reach - 1), reach})
     results = {f"overlap {h}": run_overlapping(apply, frames, h, config) for h in histories}
     results["streaming"] = run_streaming(apply, frames, config)

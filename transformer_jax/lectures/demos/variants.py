@@ -79,6 +79,7 @@ def held_out_losses(
     learn = jax.jit(lambda params, batches: train(loss, params, batches, learning_rate=4e-3)[0])
     measure, found = jax.jit(loss), []
     for seed in seeds:
+        # all variants are trained on the same rows
         batches = texts[np.random.default_rng(seed).integers(0, len(texts), (steps, 12))]
         params = learn(init_params(config, jax.random.key(seed)), batches)
         # drop the remainder, because equal parts share a program, but keep the only part
@@ -100,6 +101,7 @@ def demonstrate(arguments: Namespace) -> dict[str, dict[str, Any]]:
     else:
         text = Path(arguments.data).read_text(encoding="utf-8")
     cut = len(text) * 9 // 10
+    # held-out text must not affect the vocabulary
     tokenizer = BPETokenizer.train(text[:cut], size)
     parts = [np.asarray(tokenizer.encode(part), np.int32) for part in (text[:cut], text[cut:])]
     if length >= (least := min(map(len, parts))):

@@ -112,6 +112,7 @@ def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
         new: jax.Array,  # f32[B, T, 16]
     ) -> jax.Array:  # i32[B, T, delays]
         """Train on the frames and label the new frames."""
+        # the new frames must not affect the standardization
         mean, spread = frames.mean(axis=(0, 1))[None, None], frames.std(axis=(0, 1))[None, None]
         frames, new = (frames - mean) / spread, (new - mean) / spread
         shape = CONFIG.d_model, len(DELAYS), LETTERS + 1
@@ -134,6 +135,7 @@ def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
         parts = (examples(count, first + seed) for seed in range(seeds))
         return [np.stack(x) for x in zip(*parts, strict=True)]
 
+    # training and evaluation use disjoint seeds
     training, (new, labels) = stacked(512, 0), stacked(128, 1000)
     of_seeds = jax.vmap(predict, in_axes=(None, 0, 0, 0, 0, 0))
     of_all = jax.jit(jax.vmap(of_seeds, in_axes=(0, None, None, None, None, None)))
@@ -144,6 +146,7 @@ def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
 
 def state_bytes(window: int) -> int:
     """Return the size of a stream's state in bytes."""
+    # the stream of a causal encoder stores the same keys and values as a decoder
     config = replace(CONFIG, kind="decoder", inputs=None, window=window)
     return cache_bytes(config, 1, window)
 

@@ -87,6 +87,7 @@ class MaskedWindows(TrainingTask):
         for first in range(0, len(starts), size):
             here = starts[first : first + size]
             batch = self.masking(_windows(self.data.val, here, length), _EVAL_STREAM, first=first)
+            # all batches have the same shape, so that they share a compiled program
             empty = size - len(here)
             tokens = np.pad(batch.tokens, ((0, empty), (0, 0)))
             yield Batch(tokens, np.pad(batch.labels, ((0, empty), (0, 0)), constant_values=IGNORE))
@@ -102,6 +103,7 @@ class MaskedWindows(TrainingTask):
     def sample(self, params: Params) -> str:
         """Return held-out text with masks (_), the model's completion, and the original text."""
         tokens = np.asarray(self.data.val[: self.length], np.int32)[None]
+        # replace all hidden tokens by masks, because the sample must not show the model their text
         hidden = self.masking(tokens, _EVAL_STREAM, replaced=1.0)
         logits = _logits(self.model, params, hidden.tokens)
         guess = np.asarray(logits[..., : self.masking.kinds].argmax(axis=-1))
@@ -123,6 +125,7 @@ class MaskedWindows(TrainingTask):
         count = min(PSEUDO_WINDOWS, len(self.data.val) // length)
         losses = []
         for window in np.asarray(self.data.val[: count * length], np.int32).reshape(count, length):
+            # row i hides only token i
             tokens = np.where(np.eye(length, dtype=bool), self.masking.mask, window[None])
             labels = np.where(np.eye(length, dtype=bool), window[None], IGNORE)
             rows = Rows((self.masking.framed(tokens, labels),))
@@ -154,6 +157,7 @@ class Masking:
         self.opens = self.closes = None
         if self.task.whole_words:
             pieces = [_text(tokenizer, [i]) for i in range(self.kinds)]
+            # each token outside the text vocabulary counts as a word, described by the last item
             self.opens = np.array([not piece[:1].isalnum() for piece in pieces] + [True])
             self.closes = np.array([not piece[-1:].isalnum() for piece in pieces] + [True])
 
@@ -184,6 +188,8 @@ class Masking:
             starts[..., 0] = True
             begins = np.where(starts, np.arange(tokens.shape[-1]), 0)
             begins = np.maximum.accumulate(begins, axis=-1)  # first token of each word
+            # all tokens of a word share the random number of the first one, so they are hidden
+            # together
             chosen = np.take_along_axis(chosen, begins, axis=-1)
         chosen = (chosen < task.rate) & ~np.isin(tokens, self.special)
         random = (which * self.kinds).astype(np.int32)
@@ -226,6 +232,7 @@ def masked_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
     """
     base, mask = plain(tokenizer), special_ids(tokenizer).get("mask")
     spelled = dict(base.roles).get("mask") if isinstance(base, PretrainedTokenizer) else None
+    # an underscore may be ordinary text, so it is a mask only if the text contains no other mask
     sign = next((s for s in (spelled, "[MASK]") if s and s in text), "_")
     if isinstance(base, PretrainedTokenizer) and spelled:
         return base.encode(text.replace(sign, spelled), special_tokens=True)

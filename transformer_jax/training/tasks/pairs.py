@@ -154,6 +154,7 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Bat
     check_token_ids(config.model.vocab_size, tokenizers.tokenizer, pair.where, whole)
     check_lengths(config, {f"{pair.where}: source and target": len(whole) - 1})
     labels = whole[1:].copy()
+    # label t is token t + 1, so the last source token has the first target token as its label
     labels[: len(source) - 1] = IGNORE
     prefix = None
     # a model without masks reads the source from left to right

@@ -91,6 +91,7 @@ class Preferences(RowsTask):
         if config.task.messages not in (None, messages):
             rule = f"the data has {'messages' if messages else 'only texts'}"
             raise ConfigError(f"messages is {config.task.messages}, but {rule}")
+        # a trained model must know the kind of its prompts without reading the data
         config = replace(config, task=replace(config.task, messages=messages))
         if messages and not templates:
             tokenizer = with_special_tokens(tokenizer, [*ROLES, "eos"])
@@ -168,6 +169,7 @@ def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> R
         for half, (ids, start) in enumerate(row):
             here = number, half, slice(len(ids) - 1)
             tokens[here] = ids[:-1]
+            # only the answer is scored
             labels[here] = np.where(np.arange(1, len(ids)) >= start, ids[1:], IGNORE)
     flat = len(pairs), 2 * length
     return Rows((Batch(tokens.reshape(flat), labels.reshape(flat)),))

@@ -147,6 +147,7 @@ class PreparedText(TrainingTask):
             shape = (config.eval_batches, size)
             batches = random_starts(config.seed, _EVAL_STREAM, shape, total)
         else:
+            # empty rows, marked by -1, fill the last batch
             rows = np.arange(-(-total // size) * size)
             batches = np.where(rows < total, rows, -1).reshape(-1, size)
         process = _this_process()
