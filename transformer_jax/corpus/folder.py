@@ -126,6 +126,7 @@ class Part:
             done += len(part)
 
     def __del__(self) -> None:
+        # the attribute would create the dict if no file has been opened
         for handle in self.__dict__.get("_open", {}).values():
             os.close(handle)
 
@@ -172,6 +173,7 @@ class Corpus:
                 for job in jobs:
                     job.result()
             except BaseException:
+                # do not read the remaining files
                 pool.shutdown(cancel_futures=True)
                 raise
 
@@ -188,6 +190,7 @@ def prepared_folders(data: str) -> tuple[str, ...]:
 
     Names are separated by commas. Raises DataError if only some of them are prepared folders.
     """
+    # the name of a folder may itself contain a comma
     if is_prepared(data):
         return (data,)
     names = tuple(data.split(","))
@@ -213,6 +216,7 @@ def open_corpus(path: str | Path) -> Corpus:
     if content.decode() != sealed(manifest):
         raise DataError(f"{folder / MANIFEST} has the wrong SHA-256 checksum, so it is damaged")
     _check_file(folder / TOKENIZER, manifest["files"][TOKENIZER], None, 0)
+    # a character of the tokenizer may be a lone surrogate
     tokenizer = tokenizer_from_json((folder / TOKENIZER).read_text("utf-8", "surrogatepass"))
     dtype = np.dtype(manifest["dtype"])
     shared = dict(
@@ -261,6 +265,7 @@ def scan_file(
                 found.update(view[:count])
                 size += count
                 if look is not None:
+                    # a damaged file may end in the middle of a token
                     whole = count - count % np.dtype(dtype).itemsize
                     look(np.frombuffer(view[:whole], dtype))
     except OSError as error:

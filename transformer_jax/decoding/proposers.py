@@ -249,6 +249,7 @@ class Draft(Proposer, Generic[State]):
         def read(
             state: State, tokens: jax.Array, valid: jax.Array, j: jax.Array | int
         ) -> tuple[tuple[jax.Array, State], tuple[jax.Array, jax.Array, jax.Array]]:
+            # The history contains -1 where there is no token, and a model must not look up -1.
             tokens = jnp.where(valid, tokens, 0)
             logits, state = step(self.params, tokens, state, valid=valid)
             logits = sampler.distribution(logits[:, -1])
@@ -271,6 +272,7 @@ class Draft(Proposer, Generic[State]):
         (last, after), later = jax.lax.scan(read_proposal, carry, jnp.arange(1, turn.num_draft))
         later_tokens, later_valid, later_logits, proposed = (x.swapaxes(0, 1) for x in later)
         proposal = Proposal(jnp.concatenate([proposed, last[:, None]], axis=1))
+        # A greedy draft proposes one token with certainty, so no distribution is needed.
         if not isinstance(sampler, Greedy):
             logits = jnp.concatenate([logits[:, None], later_logits], axis=1)
             proposal = proposal._replace(logits=logits)

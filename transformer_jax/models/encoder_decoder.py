@@ -94,6 +94,7 @@ class EncoderDecoder(CheckedModule):
         """
         cfg = self.config
         memory, _ = self._read(source, Places.of(self), positions=positions)
+        # the source does not change, so its keys and values are computed only once
         cross = self.decoder.init_cross_cache(memory, self._memory_positions(memory, positions))
         depth, rows = cfg.decoder_layers, source.shape[0]
         return ModelCache(empty_layers(cfg, depth, rows, capacity, dtype, slack), cross)

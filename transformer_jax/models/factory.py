@@ -243,6 +243,7 @@ def cache_bytes(
         images = isinstance(config.inputs, Patches)
         if source_length is None and not images:
             raise ValueError("source_length is None: an encoder-decoder also caches its source")
+        # The size of an image is part of the config, so its length is ignored.
         length = 1 if source_length is None else source_length
         check_count("source_length", length, 1)
 

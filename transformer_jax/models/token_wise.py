@@ -142,9 +142,11 @@ def _equation(eqn: Any, inputs: list[State], alike: bool) -> list[State]:
             return [uniform]
         (k,) = along if len(along) == 1 else (_mixed(),)
         for x, shape in zip(inputs, shapes, strict=True):
+            # an operand that differs along the axis would treat its indices differently
             if shape and not isinstance(x, int) and k not in x:
                 _mixed()
         return [k]
+    # the numbers differ only along their own axis
     if name == "iota":
         return [frozenset(range(len(outs[0]))) - {params["dimension"]}]
     first: State = inputs[0] if inputs else frozenset()
@@ -211,6 +213,7 @@ def _moved_axes(
     if name == "reshape":
 
         def reshaped(k: int) -> int | None:
+            # the axis must have the same size, and the same number of elements before it
             before = 1
             for n in shape[:k]:
                 before *= n
@@ -252,6 +255,8 @@ def _of_product(numbers: Any, inputs: list[State], shapes: list[tuple[int, ...]]
         if isinstance(inputs[1 - side], int):
             _mixed()
         taken = {*contracted[side], *batched[side]}
+        # the result has the batched axes, then the free axes of the left operand, then those of the
+        # right
         at = len(batched[0]) + sum(i not in taken for i in range(k))
         if side:
             at += len(shapes[0]) - len(contracted[0]) - len(batched[0])
@@ -272,6 +277,7 @@ def _of_gather(
             _mixed()
         return numbers.offset_dims[sum(i not in gone for i in range(operand))]
     if isinstance(indices, int) and not isinstance(operand, int) and not batching:
+        # the last axis of the indices contains the coordinates of one element
         if indices == len(shapes[1]) - 1:
             _mixed()
         places = [i for i in range(len(out)) if i not in numbers.offset_dims]

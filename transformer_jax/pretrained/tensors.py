@@ -252,6 +252,7 @@ class CheckpointTensors:
             first, actual = self._family.copies(config).get(name), self._in_file[name]
             if first in self._in_file:
                 one, two = self._folder.read(actual), self._folder.read(self._in_file[first])
+                # Bytes are compared, because NaN does not equal itself.
                 same = (one.dtype, one.shape) == (two.dtype, two.shape)
                 if not same or one.tobytes() != two.tobytes():
                     rule = f"must equal {first}, to which config.json ties it"

@@ -453,6 +453,7 @@ class Inspect:
             np.array(ids, np.int32), at,
         )  # fmt: skip
         whole, base, by_token, by_head = jax.tree.map(np.asarray, found)
+        # The shares are divided by this difference.
         if abs(whole - base) < 1e-6:
             z = _difference(*answers)
             raise DataError(f"{z} is {whole:.6f} for both prompts: must differ between them")
@@ -492,6 +493,7 @@ class Inspect:
             model.module, model.params, prompt.ids[None], inputs, ids, at
         )
         size = _vocabulary(model)
+        # The tokens of a period are distinct, and both copies must fit in max_len.
         period = min(PERIOD, config.max_len // 2, size)
         repeated = interpret.repeated_tokens(jax.random.key(0), size, rows=ROWS, period=period)
         rows: Inputs = {n: np.repeat(x, ROWS, 0) for n, x in inputs.items() if n == "source"}
@@ -538,6 +540,7 @@ class Inspect:
         else:
             usual = special_ids(tokenizer)
             if isinstance(plain(tokenizer), WordTokenizer):
+                # The first token of a `WordTokenizer` is the unknown word.
                 usual = {"unk": 0, **usual}
             candidates = (usual.get(name, size) for name in ("mask", "pad", "unk", "eos"))
             start = next((i for i in candidates if i < size), size)
@@ -607,6 +610,7 @@ class Inspect:
                 raise DataError(f"{name} is {one!r:.60}: must be one word")
         model, tokenizer = self.model, self.model.tokenizers.of_source
         table = _input_embedding(model)[: tokenizer.vocab_size]
+        # The vector of an unused token may be 0, which has no direction.
         lengths = np.linalg.norm(table, axis=1)
         unit = table / np.where(lengths > 0, lengths, 1.0)[:, None]
         # Count each word first, so that adding and subtracting the same word leaves no rounding

@@ -191,6 +191,8 @@ def apply_options(definition: JsonObject, options: Mapping[str, Json]) -> JsonOb
                 names = [] if options["keep_accents"] else ["NFKD", "StripAccents"]
                 names += ["Lowercase"] if lower else []
                 added: list[Json] = [{"type": name} for name in names]
+                # As in the converter of transformers, quotation marks are replaced before accents
+                # are removed.
                 quotes = sum(kind(step) == "Replace" for step in rest[:2])
                 return part | {"normalizers": rest[:quotes] + added + rest[quotes:]}
             case "ByteLevel" if space is not None:

@@ -79,6 +79,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
     options = _options(folder, config, kind)
     definition = classes.apply_options(definition, options)
     where, written = folder / "tokenizer_config.json", _read(folder, "chat_template.jinja")
+    # As in transformers, a separate file takes precedence.
     value: Json = config.get("chat_template") if written is None else written
     if value is None and (content := _json(folder, "chat_template.json")) is not None:
         where, value = folder / "chat_template.json", content.get("chat_template")
@@ -124,6 +125,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
         if stop is None:
             stop = ids.get(roles.get("eos", ""))
         tokenizer = PretrainedTokenizer(
+            # Encoding must return exactly the tokens of the text.
             canonical(definition | {"truncation": None, "padding": None}),
             tuple(roles.items()),
             tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
@@ -137,6 +139,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
         framed = read_definition(tokenizer.definition) | {"post_processor": around(ids, *frame)}
         return replace(tokenizer, definition=canonical(framed))
     except DataError as error:
+        # The message already names the file.
         if str(error).startswith(str(folder)):
             raise
         name = "generation_config.json" if str(error).startswith("eos_token_id") else name
@@ -410,6 +413,7 @@ def _vocabulary(definition: JsonObject) -> dict[str, int]:
     model = definition.get("model")
     found = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(found, list):
+        # A Unigram model lists pairs of a token and its score.
         pieces = [item[0] for item in found if isinstance(item, list) and item]
         found = {piece: i for i, piece in enumerate(pieces) if isinstance(piece, str)}
     return found if isinstance(found, dict) else {}
@@ -440,6 +444,7 @@ def _complete_added(
         if taken.setdefault(token["id"], text) != text or type(token["id"]) is not int:
             other = shown(taken[token["id"]])
             raise DataError(f"vocabulary: {shown(text)} has ID {token['id']}: {other} has this ID")
+        # By default, the library searches for special tokens before it normalizes the text.
         is_special = token.get("special", text in special)
         base = dict.fromkeys(_FLAGS, False) | {"normalized": not is_special}
         found[text] = base | token | {"special": is_special or text in roles.values()}

@@ -59,6 +59,7 @@ class Rows:
         total = accumulation * size
         ends = np.cumsum([-(-count // total) for count in self.counts])  # last step of each bucket
         epoch, number = divmod(step, int(ends[-1]))
+        # the steps are shuffled, so that an epoch does not process one bucket after the other
         number = _shuffled(seed, epoch, 0, int(ends[-1]))[number]
         bucket = int(np.searchsorted(ends, number, "right"))
         start = (number - (ends[bucket - 1] if bucket else 0)) * total
@@ -192,6 +193,7 @@ def pack(
             found[piece] = row
             if fullest:
                 at = bisect_left(rooms, room)
+            # without `fullest`, full rows stay in the list, because they count as recent rows
             if room or not fullest:
                 rooms.insert(at, room)
                 rows.insert(at, row)
@@ -225,6 +227,7 @@ def packed(examples: Sequence[Batch], length: int) -> Rows:
         here, counts[row] = slice(ends[row], ends[row] + size), counts[row] + 1
         ends[row] += size
         tokens[row, here], labels[row, here] = example.tokens, example.labels
+        # segment 0 is padding
         segments[row, here] = counts[row]
         if prefix is not None:
             prefix[row, here] = example.prefix

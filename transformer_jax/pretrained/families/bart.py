@@ -67,6 +67,7 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
             names |= {f"cross_{param}": name for param, name in cross.items()}
             names["norm_cross_attention"] = "encoder_attn_layer_norm"
         names |= {"feed_forward/up": "fc1", "feed_forward/down": "fc2"}
+        # In these files, `final_layer_norm` is the norm of the feed-forward branch of a block.
         names["norm_feed_forward"] = "final_layer_norm"
         mappings += t.blocks(side, depth, t.named(config, f"{model}.layers.{{i}}", names))
         if config.norm_order == "pre":
@@ -131,6 +132,7 @@ def _read_positions(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     """Read the positions of an M2M-100 model, which are counted from its padding token."""
     if (width := fields["d_model"]) < 4:
         keys.fail("d_model", width, "must be at least 4")
+    # The exponents are multiples of 1 / (D/2 - 1), not of 1 / (D/2), which equals a larger base.
     first, base = keys.integer("pad_token_id", 1, least=0) + 1, 10_000 ** (width / (width - 2))
     return dict(positions=Sinusoidal(layout="halves", base=base, offset=first))
 

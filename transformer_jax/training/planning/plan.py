@@ -95,6 +95,7 @@ class Plan:
             return None
         resident = self.memory.parameters + self.memory.optimizer - self.looked_up
         written = resident if self.cache == 0 else 0  # decoding does not write parameters
+        # each temporary array is written and read at least once
         moved = resident + written + self.cache + 2 * self.memory.working
         return Bounds(
             self.flops / self.hardware.count / chip.flops,
@@ -282,6 +283,7 @@ def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple
     one, two = config.batch_size, max(config.batch_size // 2 // unit * unit, unit)
     two = two if two != one else 2 * one
     slope = (at(one).total - at(two).total) / (one - two)
+    # if memory does not grow with the batch size, it implies no limit
     if slope <= 0:
         return None
     room = hardware.memory - at(one).total
@@ -351,6 +353,7 @@ def least_chips(config: TrainConfig, hardware: Hardware) -> int | None:
     chips.
     """
     for count in (2**n for n in range(13)):
+        # `fsdp` also splits the rows, so each chip needs one
         run = replace(config, mesh=MeshConfig(fsdp=count), batch_size=count)
         plan = plan_training(run, replace(hardware, count=count), compiled=False)
         if plan.total <= hardware.memory:

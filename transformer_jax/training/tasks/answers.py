@@ -127,6 +127,7 @@ class Targets:
         base = plain(self.tokenizers.tokenizer)
         if isinstance(base, PretrainedTokenizer):
             begins = self.config.model.kind == "encoder-decoder"
+            # the special tokens of a run follow the vocabulary and have no text
             text_ids = [int(i) for i in ids if i < base.vocab_size]
             return base.decode(text_ids, skip_special_tokens=True, begins=begins)
         text = self.tokenizers.tokenizer.to_bytes(int(i) for i in ids).decode("utf-8", "replace")
@@ -152,6 +153,7 @@ class Targets:
         rows = [self.encode(one) if isinstance(one, str) else one for one in sources]
         found = [""] * len(rows)
         batch = 1 if self.published else BATCH
+        # rows of similar length need less padding
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         report_progress = report or (lambda done, total: None)
         report_progress(0, len(rows))
@@ -172,6 +174,7 @@ class Targets:
                 written = [
                     row[:n] for row, n in zip(np.asarray(best.tokens)[:, 0], sizes, strict=True)
                 ]
+            # not strict, because the copies have no entry in `chosen`
             for i, ids in zip(chosen, written, strict=False):
                 found[i] = self.text(ids)
             report_progress(start + len(chosen), len(rows))

@@ -209,6 +209,7 @@ class RowsTask(TrainingTask):
         for bucket in self.train.buckets:
             segments = bucket.segments
             for row, (tokens, labels) in enumerate(zip(bucket.tokens, bucket.labels, strict=True)):
+                # the labels of padding are negative
                 last = labels.shape[0] - np.argmax(labels[::-1] >= 0) if segments is None else 0
                 if segments is None:
                     found.append(np.append(tokens[:last], labels[last - 1]))
