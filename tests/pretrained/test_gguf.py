@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -232,8 +233,45 @@ def mxfp4(raw: np.ndarray) -> np.ndarray:
     return 2.0 ** (blocks[:, :1].astype(np.float64) - 127) * numbers
 
 
+def nvfp4(raw: np.ndarray) -> np.ndarray:
+    """s q, for four scales s in E4M3 and 32 bytes of q in E2M1, of which each scale has eight."""
+    blocks = raw.reshape(-1, 36)
+    scales = blocks[:, :4].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    packed = blocks[:, 4:].reshape(-1, 4, 8)
+    codes = np.concatenate([packed & 15, packed >> 4], axis=2)
+    size = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)[codes & 7]
+    return scales[:, :, None] * np.where(codes > 7, -size, size)
+
+
+def tq2_0(raw: np.ndarray) -> np.ndarray:
+    """d (q - 1), for 64 bytes with four q of two bits each, and a half d."""
+    blocks = raw.reshape(-1, 66)
+    scale = blocks[:, 64:].copy().view(np.float16).astype(np.float32)
+    i = np.arange(256)
+    q = blocks[:, i // 128 * 32 + i % 32] >> (i // 32 % 4 * 2).astype(np.uint8) & 3
+    return scale * (q.astype(np.float32) - 1)
+
+
+def tq1_0(raw: np.ndarray) -> np.ndarray:
+    """d (q - 1), for base-3 digits q: five in each of 32 + 16 bytes and four in each of 4 bytes.
+
+    A byte is the fraction of 256 whose base-3 digits after the point are the q.
+    """
+    blocks = raw.reshape(-1, 54)
+    scale = blocks[:, 52:].copy().view(np.float16).astype(np.float32)
+    numbers = []
+    for first, size, digits in ((0, 32, 5), (32, 16, 5), (48, 4, 4)):
+        rest = blocks[:, first : first + size].astype(np.int64)
+        for _ in range(digits):
+            numbers.append(rest * 3 // 256 - 1)
+            rest = rest * 3 % 256
+    return scale * np.concatenate(numbers, axis=1).astype(np.float32)
+
+
 FORMULAS = {"MXFP4": mxfp4, "Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k, "Q6_K": q6_k}
+FORMULAS |= {"NVFP4": nvfp4, "TQ1_0": tq1_0, "TQ2_0": tq2_0}
 HALVES = {"MXFP4": [], "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208]}
+HALVES |= {"NVFP4": [], "TQ1_0": [52], "TQ2_0": [64]}
 """Offsets of the float16 values of a block, which could be NaN with random bytes."""
 
 
@@ -246,6 +284,8 @@ def random_blocks(kind: str, rows: int, width: int) -> np.ndarray:
         raw[:, at : at + 2] = halves.view(np.uint8)
     if kind == "MXFP4":
         raw[:, 0] = rng.integers(110, 145, len(raw))
+    if kind == "NVFP4":
+        raw[:, :4] = rng.integers(0, 127, (len(raw), 4))  # 127 is NaN
     return raw.reshape(rows, width // block * size)
 
 
@@ -264,7 +304,7 @@ def test_gguf_dequantization_matches_formula(kind, tmp_path, monkeypatch):
     writer.close()
     file = open_gguf(tmp_path / "m.gguf")
     want = FORMULAS[kind](raw).reshape(7, 512)
-    assert np.isfinite(want).all() and len(np.unique(want)) > 99
+    assert np.isfinite(want).all() and len(np.unique(want)) > (20 if kind[0] == "T" else 99)
     np.testing.assert_allclose(file.read("w"), want, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(file.read("experts", 2), file.read("w")[::-1])
     np.testing.assert_array_equal(file.read("experts")[0], file.read("w"))
