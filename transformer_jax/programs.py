@@ -15,7 +15,7 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -26,8 +26,9 @@ from jax.stages import Traced
 
 LIBRARIES = {"transformer_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax",
              "builtins", "collections", "enum", "functools"}  # fmt: skip
-PLAIN = (int, float, complex, bytes, type(None), np.ndarray, np.generic, np.dtype, enum.Enum,
-         jax.Array, jax.core.Tracer, jax.ShapeDtypeStruct, jax.sharding.Mesh)  # fmt: skip
+HOST, TRACED = (np.ndarray, np.generic), jax.core.Tracer
+PLAIN = (*HOST, int, float, complex, bytes, type(None), np.dtype, enum.Enum, jax.Array, TRACED,
+         jax.ShapeDtypeStruct, jax.sharding.Mesh)  # fmt: skip
 MOST = 256
 """Maximum number of programs that a function caches by text. The least recently used is dropped."""
 P = ParamSpec("P")
@@ -51,21 +52,19 @@ class Program(Generic[P, Result]):
         self.function: Callable[..., Result] = function
         self.static, self.donate = static, donate
         self.names = tuple(inspect.signature(function).parameters)
-        self.by_value = jax.jit(function, static_argnames=static, donate_argnames=donate)
+        self.by_value: Any = jax.jit(function, static_argnames=static, donate_argnames=donate)
         self.by_text: dict[Hashable, Callable[..., list[jax.Array]]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
         named: dict[str, Any] = dict(zip(self.names, args)) | kwargs  # noqa: B905
         result: Result
         result = self._run_by_text(named) if _retraces(named) else self.by_value(*args, **kwargs)
-        if self.donate:
-            # XLA does not free donated memory if NumPy has a view of it or no result fits it;
-            # delete it here, so that a donated state is always consumed
-            kept = {id(x) for x in jax.tree.leaves(result)}
-            for x in jax.tree.leaves([named[name] for name in self.donate]):
-                on_device = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-                if on_device and id(x) not in kept and not x.is_deleted():
-                    x.delete()
+        # XLA does not free donated memory if NumPy has a view of it or no result fits it; delete it
+        # here, so that a donated state is always consumed
+        kept = {id(x) for x in jax.tree.leaves(result)} if self.donate else set()
+        for x in jax.tree.leaves([named[name] for name in self.donate]):
+            if isinstance(x, jax.Array) and not isinstance(x, TRACED) and id(x) not in kept:
+                x.delete()
         return result
 
     def trace(self, **named: Any) -> Traced:
@@ -78,15 +77,12 @@ class Program(Generic[P, Result]):
 
     def num_programs(self) -> int:
         """Count the compiled programs."""
-        by_value: Any = self.by_value
-        return int(by_value._cache_size()) + len(self.by_text)
+        return int(self.by_value._cache_size()) + len(self.by_text)
 
     def _run_by_text(self, named: dict[str, Any]) -> Any:
         arguments = {name: named[name] for name in sorted(named) if name not in self.static}
         leaves = jax.tree.leaves(arguments)
-        if any(
-            isinstance(x, jax.core.Tracer) for x in leaves
-        ):  # the outer trace runs your code only once
+        if any(isinstance(x, TRACED) for x in leaves):  # the outer trace runs your code only once
             return self.function(**named)
         trace = self.trace(**named)
         jaxpr, consts = trace.jaxpr.jaxpr, trace.jaxpr.consts
@@ -94,29 +90,25 @@ class Program(Generic[P, Result]):
             return self.function(**named)
         # arrays that your code reads become arguments, so that the program also serves new values;
         # they are transferred explicitly, because the caller may disallow implicit transfers
-        consts = [
-            jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x for x in consts
-        ]
+        consts = [jax.device_put(x) if isinstance(x, HOST) else x for x in consts]
         donated = [name in self.donate for name, x in arguments.items() for _ in jax.tree.leaves(x)]
-        count = len(consts)
 
-        def run(*arrays: jax.Array) -> list[jax.Array]:
-            return jaxpr_as_fun(ClosedJaxpr(jaxpr, arrays[:count]))(*arrays[count:])
+        def run(consts: list[jax.Array], *arrays: jax.Array) -> list[jax.Array]:
+            return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*arrays)
 
         run.__name__ = self.function.__name__
         # keep unused arguments; otherwise the text is the same whether the code reads only the
         # first or only the second argument
-        at = [count + i for i, is_donated in enumerate(donated) if is_donated]
-        jitted = jax.jit(run, donate_argnums=at, keep_unused=True)
-        compiled: Callable[..., list[jax.Array]] = jitted
-        text = jitted.lower(*consts, *leaves).as_text()
+        at = [1 + i for i, is_donated in enumerate(donated) if is_donated]
+        compiled: Any = jax.jit(run, donate_argnums=at, keep_unused=True)
+        text = compiled.lower(consts, *leaves).as_text()
         if "callback" not in text:  # a callback appears in the text only as a number
             avals = *map(jax.typeof, consts), *trace.jaxpr.in_avals, *trace.jaxpr.out_avals
             key = hashlib.sha256(text.encode()).digest(), avals
             compiled = self.by_text[key] = self.by_text.pop(key, compiled)
             if len(self.by_text) > MOST:
                 del self.by_text[next(iter(self.by_text))]
-        return jax.tree.unflatten(jax.tree.structure(trace.out_info), compiled(*consts, *leaves))
+        return jax.tree.unflatten(jax.tree.structure(trace.out_info), compiled(consts, *leaves))
 
 
 def _retraces(named: Mapping[str, Any]) -> bool:
@@ -125,7 +117,7 @@ def _retraces(named: Mapping[str, Any]) -> bool:
 
 
 _LOOKED_UP: list[tuple[Mapping[str, object], dict[str, object]]] = []
-_PLAIN_KINDS: set[type] = set()
+_PLAIN_KINDS: set[type] = set()  # the checks below take several microseconds for each class
 
 
 def depends_on_names(named: Mapping[str, object]) -> None:
@@ -147,26 +139,29 @@ def brings_code(value: Any) -> bool:
         return False
     if isinstance(value, str):
         return any(value in now and brings_code(now[value]) for now, _ in _LOOKED_UP)
-    if kind.__module__.partition(".")[0] not in LIBRARIES:
+    root = kind.__module__.partition(".")[0]
+    if root not in LIBRARIES:
         return True
+    parts: Iterable[Any] = ()
     if isinstance(value, PLAIN):
         _PLAIN_KINDS.add(kind)
-        return False
-    if isinstance(value, Mapping):
-        return any(map(brings_code, value.values()))
-    if isinstance(value, functools.partial):
-        return brings_code((value.func, value.args, value.keywords))
-    if isinstance(value, types.MethodType):
-        return brings_code((value.__func__, value.__self__))
-    if isinstance(value, tuple | list | set | frozenset):
-        return any(map(brings_code, value))
-    if kind.__module__.startswith("transformer_jax"):
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, functools.partial):
+        parts = value.func, value.args, value.keywords
+    elif isinstance(value, types.MethodType):
+        parts = value.__func__, value.__self__
+    elif isinstance(value, tuple | list | set | frozenset):
+        parts = value
+    elif root == "transformer_jax":
         fields = getattr(kind, "__dataclass_fields__", None) or vars(value)
-        return any(brings_code(getattr(value, name)) for name in fields)
-    # a library's functions and classes are attributes of their module; lambdas, closures and
-    # objects that wrap a function are not
-    name = str(getattr(value, "__module__", ""))
-    found: Any = sys.modules.get(name) if name.partition(".")[0] in LIBRARIES else None
-    for part in getattr(value, "__qualname__", "").split("."):
-        found = getattr(found, part, None)
-    return found is not value
+        parts = [getattr(value, name) for name in fields]
+    else:
+        # a library's functions and classes are attributes of their module; lambdas, closures and
+        # objects that wrap a function are not
+        name = str(getattr(value, "__module__", ""))
+        found: Any = sys.modules.get(name) if name.partition(".")[0] in LIBRARIES else None
+        for part in getattr(value, "__qualname__", "").split("."):
+            found = getattr(found, part, None)
+        return found is not value
+    return any(map(brings_code, parts))
