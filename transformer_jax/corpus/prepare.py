@@ -137,6 +137,7 @@ def prepare(
     check_new_folder("out", str(out))
     folder = Path(out)
     sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in config.data]
+    # More workers than chunks would have nothing to do.
     workers = min(workers, -(-sum(sizes) // chunk_bytes) or 1)
     with _locked_folder(folder), _WorkerPool(workers) as pool:
         inputs = list(_reporting("reading", pool.map(read_input, config.data), sizes, report))
@@ -336,6 +337,7 @@ class _Preparation:
     def encode(self) -> None:
         """Append the tokens of the remaining chunks."""
         recorded = _read_json(self.folder / PROGRESS) or {"chunks": 0}
+        # An earlier preparation in this process may have used a folder with the same name.
         _read_tokenizer.cache_clear()
         tokenizer = _read_tokenizer(self.folder)
         capacity = self.config.shard_mb * 10**6 // token_dtype(tokenizer).itemsize
@@ -357,6 +359,7 @@ class _Preparation:
                 documents = sum(writer.documents for writer in parts.values())
                 self.report(Progress("encoding", read, total, documents))
                 if time.monotonic() - last >= RECORD_SECONDS or done == len(self.chunks):
+                    # The counts are recorded only after the tokens are on disk.
                     counts = {part: writer.sync() for part, writer in parts.items()}
                     content = json.dumps({"chunks": done} | counts)
                     write_whole(self.folder / PROGRESS, content.encode())
@@ -574,6 +577,7 @@ def _plan(
         if frame(tokenizer).first:
             settings["begins"] = True  # missing in folders from older versions
     read = [{"path": i.path, "bytes": i.bytes, "sha256": i.sha256} for i in inputs]
+    # JSON has no tuples, and the result is compared with a plan that was read from a file.
     return json.loads(json.dumps({"settings": settings, "inputs": read}))
 
 

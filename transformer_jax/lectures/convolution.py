@@ -120,11 +120,13 @@ class ConvolutionLM(RecentTokensLM):
             lines = rearrange(windows, "B Q C -> (B Q) C")
         keys = split_key(key, cfg.num_layers + 1)
         begins = (lines < 0)[..., None]
+        # -1 is no row of the table, so look up any row, which is replaced in the next line
         vectors = lookup(self.embed.tokens, jnp.where(lines < 0, 0, lines))
         x = jnp.where(begins, self.begin[None, None], vectors)
         for i, layer in enumerate(self.convolution):
             x = dropout(x, cfg.dropout, keys[i])
             value, gate = jnp.split(layer(x), 2, axis=-1)
+            # without padding, the output has no vectors for the first k - 1 positions
             x = x[:, cfg.kernel_size - 1 :] + value * jax.nn.sigmoid(gate)
         x = x if whole else rearrange(x, "(B Q) 1 D -> B Q D", Q=count)
         x = visit("read_out", dropout(x, cfg.dropout, keys[-1]))

@@ -77,6 +77,8 @@ def gru_cell(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Convert the parameters of torch.nn.GRUCell to those of flax's GRUCell."""
     x, h = (dict(zip("rzn", np.split(w.T, 3, axis=1), strict=True)) for w in (w_ih, w_hh))
+    # torch adds both biases, so flax has only their sum, except for n, where r scales the second
+    # one
     b, u = (dict(zip("rzn", np.split(bias, 3), strict=True)) for bias in (b_ih, b_hh))
     return {
         "ir": {"kernel": x["r"], "bias": b["r"] + u["r"]},

@@ -749,6 +749,7 @@ class RecurrentTagger(CheckedModule):
         read_key, top_key = split_key(key, 2)
         states, valid = self._read(tokens, valid, segments, read_key, visit)
         x = dropout(jnp.tanh(self.read_out(states)), self.config.dropout, top_key)
+        # a model is initialized by this method, which does not otherwise use the classifier
         if self.config.num_classes is not None and self.is_initializing():
             self._classes(states, valid, None)
         x = visit("read_out", x)

@@ -115,6 +115,7 @@ class WindowLM(RecentTokensLM):
         cfg = self.config
         keys = split_key(key, cfg.num_layers + 1)
         begins = (windows < 0)[..., None]
+        # -1 is no row of the table, so look up any row, which is replaced in the next line
         vectors = lookup(self.embed.tokens, jnp.where(windows < 0, 0, windows))
         vectors = jnp.where(begins, self.begin[None, None, None], vectors)
         x = dropout(rearrange(vectors, "B Q C E -> B Q (C E)"), cfg.dropout, keys[0])

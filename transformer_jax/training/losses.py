@@ -407,6 +407,7 @@ def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     if not are_concrete(size):
         return tuple(x[None] for x in arrays)
 
+    # padding has weight 0, or `_join` removes it
     def split(x: jax.Array) -> jax.Array:
         chunks = max(-(-x.shape[1] // size), 1)
         padding = [(0, 0), (0, chunks * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
