@@ -223,6 +223,7 @@ class LanguageModel(Reader):
         writer = model if settings.beams is None else "a beam search"
         settings.refuse(option_names.FORMS, writer, "it cannot constrain the form of its text")
         if self.kind == "masks":
+            # `stream` and `slots` do not change the text
             ignored = {*option_names.GENERATES, "num_tokens"} - {"stream", "slots"}
             settings.refuse(ignored, model, "each mask is filled with its likeliest token")
             fill = (self.run, self.tokenizers, self.params)

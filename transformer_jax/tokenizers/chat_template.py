@@ -107,6 +107,7 @@ def literals(template: str) -> str:
 @functools.lru_cache(maxsize=16)
 def _compile(template: str) -> CodeType:
     sandbox = _Sandbox(_Meter(BUDGET))
+    # The code does not depend on the sandbox, which a rendering replaces by its own.
     return sandbox.compile(_MeterCalls().visit(sandbox.parse(template)))
 
 
@@ -397,6 +398,7 @@ def _clock(now: datetime | None) -> Callable[[str], str]:
     """Return the function `strftime_now` for a given time. None uses the current time."""
 
     def strftime_now(format: str) -> str:
+        # The output is charged only afterward, so its length must be bounded.
         if len(format) > 100:
             raise jinja2.TemplateRuntimeError("strftime_now: the format exceeds 100 characters")
         _check_format(r"%[^a-zA-Z%]*\d", format)

@@ -62,6 +62,7 @@ def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0
             f"{where}: byte {at + error.start} is 0x{content[error.start]:02x}: must be UTF-8 "
             f"({error.reason}){hint}"
         ) from None
+    # only at the start of a file is U+FEFF a mark, not part of the text
     return text.removeprefix("\ufeff") if at == 0 else text
 
 

@@ -207,6 +207,7 @@ class BPETokenizer(WholeText):
 
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
+        # the library encodes the parts in parallel
         parts = self._library.encode_batch_fast(_lines(text), add_special_tokens=False)
         return np.array([i for part in parts for i in part.ids], np.int32)
 
@@ -247,6 +248,7 @@ class WordTokenizer(WholeText):
         """
         found = Counter(text.split())
         known = [word for word, times in found.items() if times >= count]
+        # ties are sorted by word, so that equal texts result in equal IDs
         return cls(tuple(sorted(known, key=lambda word: (-found[word], word))))
 
     def __repr__(self) -> str:

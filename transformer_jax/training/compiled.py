@@ -172,6 +172,7 @@ def counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, Progr
 
     def step(state: TrainState, *inputs: PyTree, frozen: PyTree) -> tuple[TrainState, Metrics]:
         """Store the counts and return the loss of the first micro-batch."""
+        # this loss is only displayed, so one micro-batch is enough
         first = jax.tree.map(lambda leaf: leaf[0], task.prepare(*inputs))
         total, labels, _ = jax.jit(scores)(params, first)
         none = jnp.zeros((), jnp.int32)

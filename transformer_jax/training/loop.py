@@ -242,9 +242,11 @@ def _train(
     stop_requested = interrupted = False
     pending = None
     progress.start(done, config.steps)
+    # the time before the first step belongs to no phase
     phases.taken()
     while done < config.steps and not interrupted:
         with phases.of("data"):
+            # the memory check has already made the inputs of the first step
             inputs = first.pop() if first else run.inputs(done)
         report.profile.before(done + 1, state)
         with phases.of("step"):
@@ -278,6 +280,7 @@ def _train(
             if kept:
                 with phases.of("checkpoint"):
                     run.save(state, val_loss)
+        # a run that has taken its last step is complete
         interrupted = interrupted and not last
     if scores is None and not interrupted:  # the run was already complete
         scores = evaluate_run(run, state)

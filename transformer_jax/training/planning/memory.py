@@ -96,6 +96,7 @@ def check_state(state: PyTree, frozen: PyTree = ()) -> None:
 
     Nothing is compiled, because a model that does not fit may take minutes to compile.
     """
+    # only trained parameters have gradients
     gradients = bytes_on_device(state.params)
     parameters = gradients + bytes_on_device(frozen)
     optimizer, available = bytes_on_device((state.opt_state, state.average)), device_memory()
