@@ -120,6 +120,7 @@ def _opt_table(config: ModelConfig) -> list[t.TensorMapping]:
         **t.attention_names("self_attn", "out_proj"),
         "feed_forward/up": "fc1", "feed_forward/down": "fc2",
     }  # fmt: skip
+    # The only post-norm model, with 350M parameters, has no norm after its last block.
     last = f"{stack}.final_layer_norm" if config.norm_order == "pre" else None
     positions = [t.TensorMapping("embed/positions", f"{stack}.embed_positions.weight")]
     tokens, block = f"{stack}.embed_tokens", f"{stack}.layers.{{i}}"
@@ -132,6 +133,8 @@ OPT = t.Family(
         k.Key("vocab_size", "vocab_size", k.integer, 50272),
         k.Key("max_position_embeddings", "max_len", k.integer, 2048),
         k.Key("hidden_size", "d_model", k.integer, 768),
+        # The model with 350M parameters has narrower embeddings and projects them, which is not
+        # supported.
         k.same("word_embed_proj_dim", "d_model", "hidden_size"),
         k.Key("ffn_dim", "d_ff", k.integer, 3072),
         k.Key("num_hidden_layers", "num_layers", k.integer, 12),
@@ -219,6 +222,7 @@ def _read_falcon(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     if number > 2 or (number == 2 and not grouped):
         rule = "must be 1, or 2 with new_decoder_architecture"
         keys.fail("num_ln_in_parallel_attn", number, rule)
+    # The older architecture has either one key head or as many as query heads.
     if not grouped:
         kv_heads = 1 if multi_query else heads
     orders = {(True, 2): "parallel", (True, 1): "parallel_shared"}

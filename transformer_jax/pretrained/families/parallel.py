@@ -175,6 +175,7 @@ def _read_cohere2(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     types = d.types_or(keys, fields["num_layers"], d.every(every))
     keys.ignore("_sliding_window_pattern")  # layer_types is derived from it
     window = d.window_pattern(types, keys.integer("sliding_window", 4096))
+    # In Cohere 2, only the layers with a window rotate queries and keys.
     pattern = d.shortest([kind == "sliding_attention" for kind in types])
     if pattern == (False,):
         return dict(positions=None)

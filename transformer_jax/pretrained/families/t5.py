@@ -85,6 +85,7 @@ def _read_sides(keys: k.ConfigKeys, fields: k.Fields, kind: str) -> k.Fields:
         num_decoder_layers=keys.optional_integer("num_decoder_layers", None)
         or fields["num_layers"],
         tie_embeddings=tied,
+        # A tied output matrix has the scale of embeddings, so T5 scales the output of the decoder.
         logit_scale=fields["d_model"] ** -0.5 if scaled else None,
     )
 
@@ -163,6 +164,8 @@ def _keys(
         # T5 has one rate for the residual stream and the attention weights.
         k.Key("dropout_rate", "attention_dropout", k.rate, 0.1),
         k.Key("dropout_rate", "dropout", k.rate, 0.1),
+        # T5 does not divide scores by the square root of the head width; its initial queries are
+        # smaller.
         k.Fixed(norm="rmsnorm", use_bias=False, attention_scale=1.0),
         k.Code(partial(_read_sides, kind=kind), partial(_write_sides, kind=kind)),
         k.Code(partial(_read_forward, default=forward), _write_forward),

@@ -55,6 +55,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages) -> np.ndarray:  # i
         return tokenizer.chat_ids(prompt, add_generation_prompt=True, written="parse")
     ids, parts = special_ids(tokenizer), list[Sequence[int] | np.ndarray]()
     for message in prompt:
+        # the text follows the token of a role, so no space is added before it
         text = encode_text(tokenizer, message["content"], begins=False)
         parts += [[ids[message["role"]]], text]
         parts += [[ids["eos"]]] if message["role"] == "assistant" else []
