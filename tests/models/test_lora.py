@@ -521,6 +521,11 @@ def test_damaged_tensor_error_names_tensor(saved, params):
     check(f"{b} has dtype I32: must be F32, F16, or BF16", b=np.ones((24, 2), np.int32))
     other = "base_model.model.lm_head.lora_A.weight"
     check(f"{other} matches no kernel in names", **{other: np.ones((2, 14), np.float32)})
+    resized = "base_model.model.model.embed_tokens.weight"  # PEFT saves resized embeddings
+    check(
+        f"{resized} is a whole tensor, such as a resized embedding: merge",
+        **{resized: np.ones((31, 14), np.float32)},
+    )
     safetensors.save_file({}, file)
     check("contains no adapter")
     for damaged in (whole[:-1], whole[:50], b"", (2**60).to_bytes(8, "little") + whole[8:]):

@@ -403,7 +403,11 @@ def _read_tensors(
             adapted = {m for m in modules if keys & {_key(m, "A"), _key(m, "B")}}
             known = {_key(module, x) for module in adapted for x in "AB"}
             for key in sorted(keys - known):
-                raise CheckpointError(f"{file}: {key[:200]} matches no kernel in names")
+                rule = "matches no kernel in names"
+                if ".lora_" not in key:
+                    rule = "is a whole tensor, such as a resized embedding: merge it with PEFT's "
+                    rule += "merge_and_unload"
+                raise CheckpointError(f"{file}: {key[:200]} {rule}")
             for key in sorted(known - keys):
                 raise CheckpointError(f"{file}: {key} is missing")
             if not adapted:
