@@ -269,7 +269,7 @@ def table(cells: Sequence[Cell], not_run: dict[str, str]) -> str:
         by = list(dict.fromkeys(name for found in cases.values() for name in found))
         shown = ", ".join(list(cases)[:2]) + (", ..." if len(cases) > 2 else "")
         where = "" if by == names else f" ({', '.join(by)})"
-        lines.append(f"- {reason}{where} {len(cases)} of the tests: {shown}")
+        lines.append(f"- {reason}{where}: {len(cases)} of the tests: {shown}")
     lines += [f"- {suite}, not run: {reason}" for suite, reason in not_run.items()]
     return "\n".join(lines)
 
@@ -300,11 +300,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.write is None:
         print(f"\n{text}")
     else:
-        packages = {package for name in chosen.suite for package in SUITES[name].packages}
-        versions = {one: importlib.metadata.version(one) for one in sorted(packages)}
-        commits = {
-            name: f"{SUITES[name].repository}@{SUITES[name].commit}" for name in chosen.suite
-        }
+        ran = {name: SUITES[name] for name in chosen.suite if name not in not_run}
+        packages = {"jax": None} | {one: None for suite in ran.values() for one in suite.packages}
+        versions = {one: importlib.metadata.version(one) for one in packages}
+        commits = {name: f"{suite.repository}@{suite.commit}" for name, suite in ran.items()}
         write(chosen.write, versions, cells, text, commits=commits, not_run=not_run)
     for cell in cells:
         if cell.kind == "failed":

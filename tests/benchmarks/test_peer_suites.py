@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.conformance import peer_adapters, peer_suites
+from benchmarks.conformance.peer_suites import DIFFERENCES, IMPLEMENTATIONS, SUITES
 
 TESTS = """
 import jax.numpy as jnp
@@ -34,6 +36,8 @@ def test_other_words():
 def test_zeros():
     assert not attend(x, x, x).any()
 """
+ROOT = Path(__file__).parents[2]
+RESULTS = json.loads((ROOT / "benchmarks/results/peer_suites.json").read_text())
 REASON = "The error has other words."
 
 
@@ -102,14 +106,21 @@ def test_suite_that_stops_counts_as_failed(suite):
     assert [cell.kind for cell in cells] == ["failed"] and "not importable" in cells[0].text
 
 
-@pytest.mark.usefixtures("suite")
-def test_suite_without_its_package_is_not_run():
-    for packages, reason in (
+@pytest.mark.parametrize(
+    ("packages", "reason"),
+    [
         ({"no-such-package": None}, "no-such-package is not installed"),
         ({"pytest": "0.1"}, f"needs pytest 0.1, not {pytest.__version__}"),
-    ):
-        changed = dataclasses.replace(peer_suites.SUITES["peer"], packages=packages)
-        assert peer_suites.missing(changed) == reason
+    ],
+)
+def test_suite_without_its_package_is_not_run(suite, packages, reason, monkeypatch):
+    one = dataclasses.replace(peer_suites.SUITES["peer"], packages=packages)
+    monkeypatch.setattr(peer_suites, "SUITES", {"peer": one})
+    code, found, table = command(suite)
+    assert code == 0 and found["not_run"] == peer_suites.NOT_RUN | {"peer": reason}
+    assert (found["cells"], found["commits"]) == ({}, {})
+    assert found["versions"] == {"jax": jax.__version__}
+    assert f"- peer, not run: {reason}" in table.read_text()
 
 
 def test_jax_adapter_matches_jax(monkeypatch):
@@ -132,3 +143,33 @@ def test_jax_adapter_matches_jax(monkeypatch):
         np.testing.assert_allclose(found, theirs(q, k, v, **options), rtol=2e-5, atol=2e-6)
         reference = jax.nn.dot_product_attention(q, k, v, implementation=None, **options)
         assert peer_adapters.calls == 1 and (reference == theirs(q, k, v, **options)).all()
+
+
+def outcomes(implementation, suite=""):
+    """Return the kinds and reasons of an implementation, keyed by case."""
+    cells = RESULTS["cells"][implementation].items()
+    return {case: kind.partition(": ")[::2] for case, kind in cells if case.startswith(suite)}
+
+
+def test_results_cover_all_suites_without_failure():
+    assert set(RESULTS["cells"]) == set(IMPLEMENTATIONS)
+    for name, suite in SUITES.items():
+        assert RESULTS["commits"][name] == f"{suite.repository}@{suite.commit}"
+    used = set()
+    for implementation in IMPLEMENTATIONS:
+        found = outcomes(implementation)
+        assert {case.partition("::")[0] for case in found} == set(SUITES)
+        assert not [case for case, (kind, _) in found.items() if kind == "failed"]
+        used |= {reason for _, reason in found.values() if reason}
+    assert used == {one.reason for one in DIFFERENCES}
+
+
+def test_page_on_moving_states_the_counts():
+    page = (ROOT / "docs/moving.md").read_text()
+    for name in SUITES:
+        found = [
+            [kind for kind, _ in outcomes(one, f"{name}::").values()] for one in IMPLEMENTATIONS
+        ]
+        ran = len(found[0]) - found[0].count("skipped") - found[0].count("without attention")
+        row = [name, ran, *(kinds.count("passed") for kinds in found)]
+        assert f"| {' | '.join(map(str, row))} |" in page
