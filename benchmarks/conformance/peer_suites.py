@@ -169,14 +169,14 @@ DIFFERENCES = (
 
 def fetch(suite: Suite, sources: Path | None) -> bytes:
     """Return the test file of a suite and check that it is the one at the suite's commit."""
+    place = f"https://raw.githubusercontent.com/{suite.repository}/{suite.commit}/{suite.path}"
     if sources is not None:
-        place = str(sources / suite.repository / suite.path)
-        content = Path(place).read_bytes()
-    else:
-        host = "https://raw.githubusercontent.com"
-        place = f"{host}/{suite.repository}/{suite.commit}/{suite.path}"
+        place = (sources / suite.repository / suite.path).resolve().as_uri()
+    try:
         with urllib.request.urlopen(place) as reply:
             content = reply.read()
+    except OSError as error:
+        raise SystemExit(f"{place}: {error}; --sources reads a folder of checkouts") from error
     found = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     if found != suite.blob:
         raise SystemExit(f"{place}: the hash {found} must be {suite.blob}, of {suite.commit[:7]}")

@@ -99,6 +99,12 @@ def test_file_of_another_commit_is_refused(suite):
         command(suite)
 
 
+def test_missing_file_is_named(suite):
+    suite.unlink()
+    with pytest.raises(SystemExit, match=r"peer_test\.py: .*--sources reads a folder of checkouts"):
+        command(suite)
+
+
 @pytest.mark.slow
 def test_suite_that_stops_counts_as_failed(suite):
     text = "raise RuntimeError('not importable')"
