@@ -66,6 +66,8 @@ class Problem:
     fixed_slopes: bool = False
     """Whether the slopes have no gradient, as is the case for the fixed slopes of the ALiBi
     paper."""
+    invariant: bool = False
+    """Whether the results of a row must not depend on the numbers of rows, queries and keys."""
     wide: bool = False
     """Whether the forward kernel returns its output in float32. The backward pass computes D from
     the output. If the output were rounded to 16 bits, D would be inaccurate in rows with few large

@@ -20,6 +20,7 @@ from transformer_jax.kernels.contract import (
     TileLists,
     learns_slopes,
 )
+from transformer_jax.kernels.cpu.products import fixed_sum
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.kernels.lowering import Tree, here_or_elsewhere
 from transformer_jax.kernels.packed_queries import packed
@@ -128,7 +129,8 @@ def fused_attention(
         if backend.heads_first:
             do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
         products = do.astype(jnp.float32) * out.astype(jnp.float32)
-        D = jnp.moveaxis(products.sum(axis=-1), 1, 2) - dlse  # [B, N, T]
+        sums = fixed_sum(products) if problem.invariant else products.sum(axis=-1)
+        D = jnp.moveaxis(sums, 1, 2) - dlse  # [B, N, T]
         # a fully masked or NaN row gets p = exp(s - inf) = 0, so it passes no gradient
         lost = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(log_sum)
         rows = Residuals(
@@ -155,10 +157,16 @@ def fused_attention(
         dbias = dsinks = None
         if bias is not None:
             dbias = run("bias", TILES, of_bias=True)[0].astype(bias.dtype)
-        dslopes = slope_rows[0].sum(axis=(0, 2))[None] if learns else operands.slopes
+
+        def over_rows(x: jax.Array) -> jax.Array:  # f32[B, N, T or S] -> f32[1, N]
+            if not problem.invariant:
+                return x.sum(axis=(0, 2))[None]
+            return fixed_sum(jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1))[None]
+
+        dslopes = over_rows(slope_rows[0]) if learns else operands.slopes
         if sinks is not None:
             weights = jnp.exp(sinks[..., None] - rows.row_max - rows.log_sum)
-            dsinks = -(weights * rows.D).sum(axis=(0, 2))[None]
+            dsinks = -over_rows(weights * rows.D)
         # the transpose of `widened` restores pages, int8 and unpadded lengths
         [((dk, dk_scale), (dv, dv_scale))] = narrow([dk, dv])
         gradients = narrow_operands._replace(

@@ -27,19 +27,21 @@ def here_or_elsewhere(
     tree: Tree,
     *,
     single_device: bool = False,
+    mapped: bool = False,
 ) -> Results:
     """Return `here(*tree)` in a program for this machine's CPU, and otherwise `elsewhere(*tree)`.
 
     Both functions must compute the same values. Derivatives come from `elsewhere`. If
-    `single_device` is true, `elsewhere` also runs under `vmap` and on several devices, for which
-    `here` has no rules.
+    `single_device` is true, `elsewhere` also runs on several devices and, unless `mapped` is true,
+    under `vmap`, for which `here` has no rules.
     """
     leaves, structure = jax.tree.flatten(tree)
     plain = lambda *leaves: elsewhere(*jax.tree.unflatten(structure, leaves))  # noqa: E731
     # trace the function, so that JAX finds the operations to partition and the types in a
     # `shard_map`
     traced = jax.make_jaxpr(here)(*tree)
-    return tuple(_either.bind(*leaves, here=traced, elsewhere=plain, single_device=single_device))
+    how = dict(single_device=single_device, mapped=mapped)
+    return tuple(_either.bind(*leaves, here=traced, elsewhere=plain, **how))
 
 
 _either = Primitive("here_or_elsewhere")
@@ -62,6 +64,7 @@ def _lower(
     here: ClosedJaxpr,
     elsewhere: Callable[..., Results],
     single_device: bool,
+    mapped: bool,
 ) -> Sequence[ir.Value | Sequence[ir.Value]]:
     module = context.module_context
     # an exported program may run on a machine without the library, even on a CPU
@@ -95,13 +98,16 @@ def _map(
     here: ClosedJaxpr,
     elsewhere: Callable[..., Results],
     single_device: bool,
+    mapped: bool,
 ) -> tuple[Results, tuple[int, ...]]:
-    if single_device:
+    if single_device and not mapped:
         found: Results = jax.vmap(elsewhere, in_axes=axes)(*leaves)
         return found, (0,) * len(found)
     # bind both functions again, so that the choice is still made when the program is lowered
     library = jax.vmap(jaxpr_as_fun(here), in_axes=axes)
-    found = here_or_elsewhere(library, jax.vmap(elsewhere, in_axes=axes), leaves)
+    plain = jax.vmap(elsewhere, in_axes=axes)
+    how = dict(single_device=single_device, mapped=mapped)
+    found = here_or_elsewhere(library, plain, leaves, **how)
     return found, (0,) * len(found)
 
 

@@ -148,7 +148,8 @@ def forward(
     rows = (B, N, T), jnp.float32
     name = "attention_forward"
     # for few queries, keys are read in place up to the filled length, which is cheaper than lists
-    if T * N // operands.key.shape[2] <= FEW_ROWS:
+    # but adds in another order
+    if not problem.invariant and T * N // operands.key.shape[2] <= FEW_ROWS:
         name, lists = "attention_few_queries", NO_LISTS
     return _call(name, problem, operands, lists, blocks, (), (out, rows, rows))
 

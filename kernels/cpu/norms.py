@@ -17,7 +17,7 @@ import numpy as np
 
 from transformer_jax.kernels import platform
 from transformer_jax.kernels.cpu import library
-from transformer_jax.kernels.cpu.products import MOST_ROWS
+from transformer_jax.kernels.cpu.products import MOST_ROWS, fixed_product, fixed_sum, only_here
 from transformer_jax.kernels.lowering import here_or_elsewhere
 from transformer_jax.kernels.sharding import vary
 
@@ -63,5 +63,45 @@ def _native(
 ) -> tuple[jax.Array]:
     none = jnp.zeros((0,), jnp.float32)
     scale, bias = (none if one is None else one.astype(jnp.float32) for one in (scale, bias))
-    call = jax.ffi.ffi_call("transformer_jax_row_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    result = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    call = jax.ffi.ffi_call("transformer_jax_row_norm", result, vmap_method="sequential")
     return vary((call(x, scale, bias, eps=np.float32(eps), centred=centred),), (x, scale, bias))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def fixed_norm(
+    eps: float, centred: bool, x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> jax.Array:
+    """Return the norm of f32[rows, D] with a scale and a bias [D], in the same bits for any rows.
+
+    The sums of the gradients are products in a fixed order. See `products.fixed_product`.
+    """
+    return only_here(partial(_native, eps, centred), (x, scale, bias))
+
+
+def _fixed_norm_forward(
+    eps: float, centred: bool, *arrays: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return fixed_norm(eps, centred, *arrays), arrays
+
+
+def _fixed_norm_backward(
+    eps: float, centred: bool, arrays: tuple[jax.Array, ...], dy: jax.Array
+) -> tuple[jax.Array, ...]:
+    x, scale, _ = arrays
+    rows, width = x.shape
+
+    def mean(x: jax.Array) -> jax.Array:
+        return fixed_sum(x)[:, None] / width
+
+    def over_rows(x: jax.Array) -> jax.Array:
+        return fixed_product(jnp.ones((1, rows), jnp.float32), x)[0]
+
+    x = x - mean(x) if centred else x
+    factor = jax.lax.rsqrt(mean(x * x) + eps)
+    x, dx = x * factor, dy * scale[None]
+    dx = dx - mean(dx) if centred else dx
+    return factor * (dx - x * mean(dx * x)), over_rows(dy * x), over_rows(dy)
+
+
+fixed_norm.defvjp(_fixed_norm_forward, _fixed_norm_backward)

@@ -8,6 +8,8 @@ programs, on several devices, and under gradients or `vmap`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -73,7 +75,7 @@ def _native(
     result = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
     call = jax.ffi.ffi_call("transformer_jax_weight_product", result)
     arrays = x, weights, scale, bias
-    return vary((call(*arrays, turned=turned),), arrays)
+    return vary((call(*arrays, turned=turned, x_turned=False, fixed=False),), arrays)
 
 
 def _portable(
@@ -83,3 +85,102 @@ def _portable(
     y = jax.lax.dot_general(x, weights.astype(jnp.float32), axes)
     y = y * scale[None] if scale.size else y
     return (y + bias[None] if bias.size else y,)
+
+
+# Sums in a fixed order
+
+
+def fixed_product(
+    x: jax.Array,  # [rows, inputs]; x_turned: [inputs, rows]
+    weights: jax.Array,  # [inputs, outputs]; turned: [outputs, inputs]
+    *,
+    scale: jax.Array | None = None,  # [outputs]
+    bias: jax.Array | None = None,  # [outputs]
+    turned: bool = False,
+    x_turned: bool = False,
+) -> jax.Array:  # f32[rows, outputs]
+    """Return scale x W + bias, where each sum is in the order of the inputs.
+
+    A sum is fma(x[k], w[k], sum) for k = 0, 1, ..., in float32. Therefore, a row of the result has
+    the same bits for any other rows, any number of rows and any number of threads. The gradients
+    are products of the same kind. The scale has no gradient.
+
+    Raises:
+        NotImplementedError: if the compiled kernels are missing, or, when the program is lowered,
+            if it is exported or runs on several devices.
+    """
+    if isinstance(reason := library(), str):
+        raise NotImplementedError(f"invariant=True needs the compiled kernels: {reason}")
+    none = jnp.zeros((0,), jnp.float32)
+    more = (none if one is None else one.astype(jnp.float32) for one in (scale, bias))
+    return _fixed(turned, x_turned, x.astype(jnp.float32), weights, *more)
+
+
+def fixed_sum(x: jax.Array) -> jax.Array:  # f32[..., inputs] -> f32[...]
+    """Return the sum over the last axis, in the order of the numbers (see `fixed_product`)."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    ones = jnp.ones((x.shape[-1], 1), jnp.float32)
+    return fixed_product(rows, ones).reshape(x.shape[:-1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fixed(
+    turned: bool,
+    x_turned: bool,
+    x: jax.Array,
+    weights: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+) -> jax.Array:
+    rows, outputs = x.shape[1 if x_turned else 0], weights.shape[0 if turned else 1]
+    call = jax.ffi.ffi_call(
+        "transformer_jax_weight_product",
+        jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
+        vmap_method="sequential",
+    )
+    arrays = x, weights, scale, bias
+
+    def here(*arrays: jax.Array) -> tuple[jax.Array]:
+        return vary((call(*arrays, turned=turned, x_turned=x_turned, fixed=True),), arrays)
+
+    return only_here(here, arrays)
+
+
+def only_here(here: Callable[..., tuple[jax.Array]], arrays: tuple[jax.Array, ...]) -> jax.Array:
+    """Return the result of `here(*arrays)`, which no other function can replace."""
+
+    def elsewhere(*_: jax.Array) -> tuple[jax.Array]:
+        rule = "needs a program for a single CPU device that is not exported"
+        raise NotImplementedError(f"invariant=True {rule}")
+
+    return here_or_elsewhere(here, elsewhere, arrays, single_device=True, mapped=True)[0]
+
+
+def _fixed_forward(
+    turned: bool, x_turned: bool, *arrays: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _fixed(turned, x_turned, *arrays), arrays
+
+
+def _fixed_backward(
+    turned: bool, x_turned: bool, arrays: tuple[jax.Array, ...], dy: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    x, weights, scale, bias = arrays
+    db = None
+    if bias.size:
+        db = fixed_product(jnp.ones((1, dy.shape[0]), jnp.float32), dy)[0]
+    if scale.size:
+        dy = dy * scale[None]
+    if x_turned:
+        dx = fixed_product(weights.astype(jnp.float32), dy, x_turned=turned, turned=True)
+        first, second = (dy, x) if turned else (x, dy)
+        dw = fixed_product(first, second, x_turned=turned, turned=turned)
+    else:
+        dx = fixed_product(dy, weights, turned=not turned)
+        first, second = (dy, x) if turned else (x, dy)
+        dw = fixed_product(first, second, x_turned=True)
+    whole = jnp.issubdtype(weights.dtype, jnp.integer)
+    return dx, None if whole else dw.astype(weights.dtype), None, db
+
+
+_fixed.defvjp(_fixed_forward, _fixed_backward)

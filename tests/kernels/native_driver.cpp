@@ -572,7 +572,11 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
   };
   std::normal_distribution<float> normal;
   Product p{};
-  p.rows = between(1, 16), p.inputs = between(1, 400), p.outputs = between(1, 700);
+  p.fixed = between(0, 1), p.x_turned = p.fixed && between(0, 1), p.threads = 2;
+  p.rows = between(1, p.fixed ? 40 : 16), p.inputs = between(1, 400), p.outputs = between(1, 700);
+  const auto at_x = [&](int64_t row, int64_t input) {
+    return p.x_turned ? input * p.rows + row : row * p.inputs + input;
+  };
   p.dtype = (Weights)between(0, 2), p.turned = between(0, 1);
   const int64_t count = p.inputs * p.outputs;
   Numbers weights(p.dtype == Weights::bfloat16 ? Dtype::bfloat16 : Dtype::float32,
@@ -585,22 +589,24 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
   for (auto* each : {&x, &scale, &bias})
     for (auto& number : *each) number = normal(random);
   if (bytes.size() && !between(0, 3)) x[between(0, x.size() - 1)] *= 1e4f;
-  if (!between(0, 7)) std::fill(x.begin(), x.begin() + p.inputs, 0.0f);
+  if (!between(0, 7))
+    for (int64_t i = 0; i < p.inputs; i++) x[at_x(0, i)] = 0;
   const bool broken = !between(0, 7);  // a single row is NaN
-  if (broken) x[between(0, p.inputs - 1)] = NAN;
+  if (broken) x[at_x(0, between(0, p.inputs - 1))] = NAN;
   p.x = x.data(), p.y = y.data();
   p.scale = between(0, 1) ? scale.data() : nullptr, p.bias = between(0, 1) ? bias.data() : nullptr;
   kernels.product(p, parallel);
   std::vector<double> most(p.rows);  // per row: with int8 weights, x is rounded to 2^-24 of it
-  for (int64_t i = 0; i < p.rows * p.inputs; i++)
-    most[i / p.inputs] = std::max<double>(most[i / p.inputs], std::fabs(x[i]));
+  for (int64_t r = 0; r < p.rows; r++)
+    for (int64_t i = 0; i < p.inputs; i++)
+      most[r] = std::max<double>(most[r], std::fabs(x[at_x(r, i)]));
   double wrong = 0, largest = 1e-6;
   for (int64_t r = 0; r < p.rows; r++)
     for (int64_t o = 0; o < p.outputs; o++) {
       double sum = 0, size = 0;
       for (int64_t i = 0; i < p.inputs; i++) {
         const int64_t at = p.turned ? o * p.inputs + i : i * p.outputs + o;
-        const double one = (bytes.size() ? bytes[at] : weights.at(at)) * x[r * p.inputs + i];
+        const double one = (bytes.size() ? bytes[at] : weights.at(at)) * x[at_x(r, i)];
         sum += one, size += std::fabs(one);
         if (bytes.size()) size += std::ldexp(1e6, -24) * most[r] * std::abs(bytes[at]);
       }

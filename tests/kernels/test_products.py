@@ -170,3 +170,69 @@ def test_mismatched_product_sizes_are_rejected(rng, turned):
         products.product(jnp.ones((2, 256)), weights, scale=jnp.ones((1, 96)), turned=turned)
     with pytest.raises(ValueError, match=r"bias has shape \[95\]: must be \[96\]"):
         products.product(jnp.ones((2, 256)), weights, bias=jnp.ones(95), turned=turned)
+
+
+@needs_kernels
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", products.DTYPES)
+def test_fixed_product_has_the_same_bits_for_any_number_of_rows(rng, dtype, turned):
+    for inputs, outputs in ((1, 1), (31, 64), (257, 131)):
+        weights, _ = weights_of(rng, dtype, *((outputs, inputs) if turned else (inputs, outputs)))
+        x, bias = (jnp.array(rng.normal(size=s), jnp.float32) for s in ((67, inputs), outputs))
+        whole = products.fixed_product(x, weights, bias=bias, turned=turned)
+        columns = products.fixed_product(x.T, weights, bias=bias, turned=turned, x_turned=True)
+        assert_same_bits(columns, whole)
+        for rows in (1, 2, 7, 16, 17, 40):
+            found = products.fixed_product(x[-rows:], weights, bias=bias, turned=turned)
+            assert_same_bits(found, whole[-rows:])
+
+
+@needs_kernels
+def test_fixed_product_adds_in_the_order_of_inputs(rng):
+    x, weights = (rng.normal(size=s).astype(np.float32) for s in ((3, 300), (300, 40)))
+    total = np.zeros((3, 40), np.float32)
+    for k in range(300):  # a long double holds the exact product, and rounds the sum once more
+        exact = x[:, k, None].astype(np.longdouble) * weights[k].astype(np.longdouble) + total
+        total = exact.astype(np.float32)
+    if cpu.instructions() != "plain":  # without fused multiply-add, products are rounded
+        assert_same_bits(products.fixed_product(x, weights), total)
+    assert_near(products.fixed_product(x, weights), x.astype(np.float64) @ weights, FORWARD_F32)
+
+
+@needs_kernels
+def test_rows_of_zeros_do_not_change_the_gradient_of_weights(rng):
+    x, dy = (rng.normal(size=s).astype(np.float32) for s in ((9, 33), (9, 70)))
+
+    def gradient(x, dy):
+        return jax.vjp(lambda w: products.fixed_product(x, w), jnp.zeros((33, 70)))[1](dy)[0]
+
+    more = np.zeros((40, 70), np.float32)
+    more[5:14] = dy
+    inputs = rng.normal(size=(40, 33)).astype(np.float32)
+    inputs[5:14] = x
+    assert_same_bits(gradient(inputs, more), gradient(x, dy))
+
+
+@needs_kernels
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("x_turned", [False, True])
+def test_gradients_of_fixed_product_match_xla(rng, turned, x_turned):
+    x, weights, bias = (rng.normal(size=s).astype(np.float32) for s in ((5, 33), (33, 40), 40))
+    x, weights = x.T if x_turned else x, weights.T if turned else weights
+
+    def fixed(x, weights, bias):
+        y = products.fixed_product(x, weights, bias=bias, turned=turned, x_turned=x_turned)
+        return (jnp.sin(y) ** 2).sum()
+
+    def plain(x, weights, bias):
+        y = (x.T if x_turned else x) @ (weights.T if turned else weights) + bias[None]
+        return (jnp.sin(y) ** 2).sum()
+
+    found, wanted = (jax.grad(f, (0, 1, 2))(x, weights, bias) for f in (fixed, plain))
+    jax.tree.map(lambda x, y: assert_near(x, y, 1e-5), found, wanted)
+
+    def second(function):
+        inner = jax.grad(function)
+        return jax.jit(jax.grad(lambda x: jnp.vdot(inner(x, weights, bias), x)))(x)
+
+    assert_near(second(fixed), second(plain), 1e-5)

@@ -35,7 +35,7 @@ from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.blockwise.core import Blockwise, parts_of_types
 from transformer_jax.attention.blockwise.tiles import FEW_QUERIES
 from transformer_jax.attention.cudnn import Cudnn
-from transformer_jax.attention.fused import Native, Pallas
+from transformer_jax.attention.fused import Invariant, Native, Pallas
 from transformer_jax.attention.masks import Mask
 from transformer_jax.attention.reference import Xla, reference_weights
 from transformer_jax.config.keywords import known_keywords, refuse_keywords
@@ -66,6 +66,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "pallas_unordered": Pallas(single_pass=True),
     "cudnn": Cudnn(),
     "native": Native(),
+    "invariant": Invariant(),
 }
 """Implementations, keyed by name. Add an entry to use your own."""
 # compiled programs are cached by these names, so replacing a value must cause a new trace
@@ -137,6 +138,7 @@ def dot_product_attention(
         xla               materializes the scores; supports every option
         blockwise         memory O(T + S); O(T S) in forward mode and in derivatives of the gradient
         native            compiled C++ on a CPU; memory O(T + S) for all derivatives
+        invariant         "native" with the same bits for a row whatever else is in the call
         pallas            fused kernels, also O(T + S), for TPUs and for NVIDIA GPUs from Ampere on
         pallas_unordered  on Hopper, a faster backward pass whose last bits vary between runs
         cudnn             NVIDIA's library, on NVIDIA GPUs
@@ -376,7 +378,7 @@ def dot_product_attention_weights(
         k_positions=k_positions,
     )
     # `type`, not `isinstance`: a user's subclass may compute different weights
-    ours = {Xla, Blockwise, Pallas, Cudnn, Native}
+    ours = {Xla, Blockwise, Pallas, Cudnn, Native, Invariant}
     for name in _candidates(call, implementation):
         if type(one := IMPLEMENTATIONS[name]) not in ours:
             rows, tokens, heads, _ = split(query)

@@ -70,6 +70,8 @@ class Pallas(Implementation):
 
     pads = True
     """Whether arrays are padded to whole tiles."""
+    invariant = False
+    """Whether the bits of a row are the same in every call that contains the row."""
     evaluates_biases = False
     """Whether a `Bias` other than ALiBi is materialized as an array."""
 
@@ -221,6 +223,7 @@ class Pallas(Implementation):
             dropout_rate=call.dropout_rate,
             visible=shared.visible,
             nondeterministic=self.single_pass,
+            invariant=self.invariant,
             packs=plan.packs,
             interpret=plan.where.interpret,
             processors=chips.processors_of(plan.where),
@@ -247,6 +250,13 @@ class Native(Pallas):
 
         found = cpu.library()
         return found if isinstance(found, str) else Target("cpu", chip=cpu.instructions())
+
+
+@dataclass(frozen=True)
+class Invariant(Native):
+    """The kernels of `Native` except the one for few queries, which adds in another order."""
+
+    invariant = True
 
 
 MOST_BIAS = 2**30

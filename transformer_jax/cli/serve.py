@@ -44,6 +44,8 @@ class Serve(TypedModelOptions):
     cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     """Dtype of the key/value cache; default: the compute dtype. int8 needs a quarter of the memory
     of float32."""
+    invariant: bool = False
+    """Give each answer the same bits whatever other requests are in the batch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +75,8 @@ def serve(options: Serve) -> None:
         for field in ("checkpoint", "init_from", "context", "steps", "cache_dtype", "weights"):
             if (value := getattr(options, field)) is not None:
                 raise ConfigError(f"{field} is {value!r}: a sentence encoder does not support it")
+        if options.invariant:
+            raise ConfigError("invariant is True: a sentence encoder does not support it")
         encoder = load_sentence_encoder(folder.path, dtype=options.dtype)
         tokenizer = published_tokenizer(folder)
         engine = Embedder(encoder, tokenizer, slots=options.slots, queue=options.queue)
@@ -80,7 +84,9 @@ def serve(options: Serve) -> None:
         from transformer_jax.server.engine import Engine
 
         engine = Engine(
-            options.load(dtype=options.dtype, weights=options.weights),
+            options.load(
+                dtype=options.dtype, weights=options.weights, invariant=options.invariant
+            ),
             slots=options.slots, context=options.context, queue=options.queue,
             steps=options.steps or 4, cache_dtype=options.cache_dtype,
         )  # fmt: skip

@@ -99,7 +99,7 @@ class AnyModelConfig:
             value: the value of the field, for the message.
             what: the models or parts that have the feature, for the message.
         """
-        if ability not in self.abilities:
+        if not self.supports(ability):
             fail(
                 field,
                 value,

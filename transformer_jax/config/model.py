@@ -6,6 +6,7 @@ the field, its value and the violated rule.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
@@ -28,7 +29,13 @@ from transformer_jax.config.fields import (
 from transformer_jax.config.inputs import Frames, Patches, Vectors
 from transformer_jax.config.keywords import config_class
 from transformer_jax.config.kinds import register
-from transformer_jax.config.positions import Learned, Positions, positions_of
+from transformer_jax.config.positions import (
+    CustomPositions,
+    Learned,
+    Positions,
+    Shaw,
+    positions_of,
+)
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -216,6 +223,11 @@ class ModelConfig(AnyModelConfig):
     implementation: str | None = None
     """Attention implementation, which `build` checks. None uses the fastest implementation that
     supports the call."""
+    invariant: bool = False
+    """Compute every row with the same bits, whatever else is in the batch and however the sequence
+    is split into calls. Products add in a fixed order, and attention uses "invariant". Needs a
+    single CPU device and the compiled kernels. The environment variable
+    TRANSFORMER_JAX_INVARIANT=1 sets it for every model."""
 
     functions = ("activation",)  # fields that accept a function
 
@@ -304,7 +316,35 @@ class ModelConfig(AnyModelConfig):
         if self.classes_of == "span" and self.num_classes != 2:
             fail("num_classes", self.num_classes, "must be 2 with classes_of 'span'")
 
+        if os.environ.get("TRANSFORMER_JAX_INVARIANT", "0") == "1":
+            object.__setattr__(self, "invariant", True)
+        if self.invariant:
+            if self.implementation not in (None, "invariant"):
+                rule = "must be 'invariant' or None with invariant True"
+                fail("implementation", self.implementation, rule)
+            rule = "cannot be promised for "
+            if isinstance(self.positions, Shaw):  # their products are XLA's
+                fail("invariant", True, rule + "positions 'shaw'")
+            if self.inputs is not None:
+                fail("invariant", True, rule + "inputs other than tokens")
+            mine = self.block, self.activation, self.positions
+            if (
+                isinstance(mine[0], CustomBlock)
+                or callable(mine[1])
+                or isinstance(mine[2], CustomPositions)
+            ):
+                fail("invariant", True, rule + "your own block, activation or positions")
+
     abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
+
+    def supports(self, ability: Ability) -> bool:
+        # a loss in chunks multiplies by the output matrix outside the model
+        return super().supports(ability) and not (self.invariant and ability == "output_layer")
+
+    @property
+    def attention_implementation(self) -> str | None:
+        """Implementation that the blocks pass to `dot_product_attention`."""
+        return "invariant" if self.invariant else self.implementation
 
     @property
     def named(self) -> str:

@@ -174,6 +174,8 @@ class TrainConfig:
                     fail(name, getattr(self, name), rule)
         if (mesh := self.mesh) is not None:
             self.model.check_supports("mesh", "mesh", str(mesh))
+            if getattr(self.model, "invariant", False):
+                fail("mesh", str(mesh), "must be None for a model with invariant=True")
             if self.batch_size % mesh.row_shards:
                 rule = f"must be a multiple of {mesh.row_shards}, since mesh {mesh} splits the rows"
                 fail("batch_size", self.batch_size, rule)
@@ -206,6 +208,9 @@ class TrainConfig:
         if isinstance(self.task, ClassifyTask):
             unread(self, "needs a task with token labels", "loss_chunk")
         if isinstance(self.task, PreferenceTask):
+            if getattr(self.model, "invariant", False):
+                rule = "cannot be promised for task 'preference', whose loss is computed in chunks"
+                fail("model.invariant", True, rule)
             rule = "needs a cross-entropy loss, which task 'preference' does not have"
             unread(self, rule, "label_smoothing", "z_loss")
         if self.tokenizer != "bpe":

@@ -49,17 +49,19 @@ def product(
     contract: int,
     key: jax.Array | None,
     name: str,
+    *,
+    invariant: bool = False,
 ) -> jax.Array:  # [..., *outputs]
     """Return x W + b over the last `contract` axes of x, in the dtype of x.
 
     An adapted kernel adds s (drop(x) A) B. Passing a key turns dropout on. The dropout bits also
-    depend on `name`.
+    depend on `name`. If `invariant` is true, a row has the same bits for any other rows.
     """
     if isinstance(kernel, QuantizedKernel):
-        return quantized_project(x, kernel, bias, contract)
+        return quantized_project(x, kernel, bias, contract, invariant=invariant)
     if not isinstance(kernel, AdaptedKernel):
-        return project(x, kernel, bias, contract)
-    y = product(x, kernel.base, bias, contract, None, name)
+        return project(x, kernel, bias, contract, invariant=invariant)
+    y = product(x, kernel.base, bias, contract, None, name, invariant=invariant)
     if key is not None and kernel.dropout:
         # modules that share a key must draw different bits; `hash` would differ between processes
         key = jax.random.fold_in(key, zlib.crc32(name.encode()))
@@ -68,6 +70,10 @@ def product(
     if rows is not None and rows.shape != x.shape[:1]:
         rule = f"must have one entry for each of the {x.shape[0]} rows of the batch"
         raise ValueError(f"rows has shape {list(rows.shape)}: {rule}")
+    if invariant and rows is not None:
+        raise NotImplementedError(
+            "invariant=True does not support adapters by row: use one adapter"
+        )
     contracted, outputs = x.shape[x.ndim - contract :], kernel.shape[contract:]
 
     def low_rank(
@@ -75,7 +81,7 @@ def product(
     ) -> jax.Array:  # [..., *outputs]
         x = x.reshape(*x.shape[: x.ndim - contract], math.prod(contracted))
         if rows is None:
-            y = (x @ a) @ b
+            y = project(project(x, a, invariant=invariant), b, invariant=invariant)
         else:
             # -1 must not select the last adapter; "fill" returns NaN for an index past the last
             # adapter

@@ -175,7 +175,7 @@ class Attention(Module):
         if cfg.qk_norm:
             scale = self.query_scale if name == "query" else self.key_scale
             kind = layer_norm if cfg.qk_norm_kind == "layernorm" else rms_norm
-            norm = partial(kind, eps=cfg.norm_eps)
+            norm = partial(kind, eps=cfg.norm_eps, invariant=cfg.invariant)
             if cfg.qk_norm_over == "head":
                 x = norm(x, scale)
             elif cfg.qk_norm_over == "own_head":
@@ -329,7 +329,7 @@ class Attention(Module):
             key_scale=heads.k_scale,
             value_scale=heads.v_scale,
             block_table=heads.block_table,
-            implementation=cfg.implementation,
+            implementation=cfg.attention_implementation,
         )
 
     def _average(self, weights: jax.Array, heads: _Heads) -> jax.Array:
@@ -380,7 +380,7 @@ class Attention(Module):
             sinks=self.sinks if cfg.attention_sinks else None,
             q_positions=q_positions,
             k_positions=k_positions,
-            implementation=cfg.implementation,
+            implementation=cfg.attention_implementation,
         )
 
 

@@ -317,7 +317,7 @@ class ExpertFeedForward(Module):
             return by_compiler(call, [*arrays, key], split(chosen))
 
         x = x.astype(cfg.dtype)
-        hidden, out = partial(_hidden, cfg), partial(_linear, "down")
+        hidden, out = partial(_hidden, cfg), partial(_linear, "down", cfg.invariant)
         if "feed_forward/hidden" in visit.requested:
             y = visit("feed_forward/hidden", run(hidden, x, chosen, inner))
             y = run(out, y, chosen, (down,))
@@ -329,19 +329,19 @@ class ExpertFeedForward(Module):
 
 
 def _linear(
-    name: str, x: jax.Array, matrices: tuple[Matrix, ...], key: jax.Array | None
+    name: str, invariant: bool, x: jax.Array, matrices: tuple[Matrix, ...], key: jax.Array | None
 ) -> jax.Array:  # [N, W] -> [N, W']
     kernel, bias = matrices[0]
     if isinstance(kernel, AdaptedKernel) and kernel.rows is not None:
         raise ValueError("rows are not supported for experts: each expert has a single adapter")
-    return product(x, kernel, bias, 1, key, name)
+    return product(x, kernel, bias, 1, key, name, invariant=invariant)
 
 
 def _hidden(
     config: ModelConfig, x: jax.Array, matrices: tuple[Matrix, ...], key: jax.Array | None
 ) -> jax.Array:  # [N, D] -> [N, F]
-    hidden = _linear("up", x, matrices[:1], key)
+    hidden = _linear("up", config.invariant, x, matrices[:1], key)
     if not config.glu:
         return activate(hidden, config.activation)
-    gate = _linear("gate", x, matrices[1:], key)
+    gate = _linear("gate", config.invariant, x, matrices[1:], key)
     return gated(gate, hidden, config.activation, config.glu_limit, config.glu_unit_offset)

@@ -125,12 +125,12 @@ class Norm(Module):
         scale = norm_scale(self, "scale", cfg, x.shape[-1])
         if cfg.norm == "rmsnorm":
             refuse_surplus(self)
-            return ops.rms_norm(x, scale, cfg.norm_eps)
+            return ops.rms_norm(x, scale, cfg.norm_eps, invariant=cfg.invariant)
         bias = None
         if cfg.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, (x.shape[-1],))
         refuse_surplus(self)
-        return ops.layer_norm(x, scale, bias, cfg.norm_eps)
+        return ops.layer_norm(x, scale, bias, cfg.norm_eps, invariant=cfg.invariant)
 
 
 def norm_scale(module: nn.Module, name: str, config: ModelConfig, *shape: int) -> jax.Array:
@@ -165,8 +165,9 @@ class Linear(Module):
         refuse_surplus(self)
         x = x.astype(cfg.dtype)
         if isinstance(kernel, AdaptedKernel | QuantizedKernel):
-            return product(x, kernel, bias, self.contract, key, str(self.name))
-        return ops.project(x, kernel, bias, self.contract)
+            name = str(self.name)
+            return product(x, kernel, bias, self.contract, key, name, invariant=cfg.invariant)
+        return ops.project(x, kernel, bias, self.contract, invariant=cfg.invariant)
 
 
 def branch_std(config: ModelConfig, depth: int | None) -> float:
@@ -314,9 +315,9 @@ class Embed(Module):
         x = x if cfg.logit_scale is None else x * cfg.logit_scale
         bias = self.bias if cfg.logit_bias else None
         if isinstance(table, QuantizedTable):
-            y = table_logits(x, table, bias)
+            y = table_logits(x, table, bias, invariant=cfg.invariant)
         else:
-            y = ops.logits(x, table, bias)
+            y = ops.logits(x, table, bias, invariant=cfg.invariant)
         if cfg.logit_softcap is not None:
             y = cfg.logit_softcap * jnp.tanh(y / cfg.logit_softcap)
         return y

@@ -28,6 +28,8 @@ def layer_norm(
     scale: jax.Array | None = None,  # [D]
     bias: jax.Array | None = None,  # [D]
     eps: float = 1e-5,
+    *,
+    invariant: bool = False,
 ) -> jax.Array:
     """Return (x - mean) / sqrt(var + eps) * scale + bias over the last axis (Ba et al. 2016).
 
@@ -39,17 +41,20 @@ def layer_norm(
         scale: factor for the normalized values; None means 1.
         bias: array added to the result; None means 0.
         eps: number added to the variance.
+        invariant: whether a row has the same bits for any other rows.
 
     Raises:
         ValueError: If the shapes do not match.
     """
-    return _norm(x, scale, bias, eps, centred=True)
+    return _norm(x, scale, bias, eps, centred=True, invariant=invariant)
 
 
 def rms_norm(
     x: jax.Array,  # [..., D]
     scale: jax.Array | None = None,  # [D]
     eps: float = 1e-5,
+    *,
+    invariant: bool = False,
 ) -> jax.Array:
     """Return x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang & Sennrich 2019).
 
@@ -59,11 +64,12 @@ def rms_norm(
         x: array of any floating-point dtype.
         scale: factor for the normalized values; None means 1.
         eps: number added to the mean square.
+        invariant: whether a row has the same bits for any other rows.
 
     Raises:
         ValueError: If the shapes do not match.
     """
-    return _norm(x, scale, None, eps, centred=False)
+    return _norm(x, scale, None, eps, centred=False, invariant=invariant)
 
 
 def _norm(
@@ -73,6 +79,7 @@ def _norm(
     eps: float,
     *,
     centred: bool,
+    invariant: bool = False,
     native: bool = True,
 ) -> jax.Array:
     check_array("x", x, "[..., D]")
@@ -84,10 +91,15 @@ def _norm(
             rule = f"must be {x.shape[-1:]}, [D] of x, or a scalar"
             raise ValueError(f"{name} has shape {value.shape}: {rule}")
 
+    y, rows, width = x.astype(F32), math.prod(x.shape[:-1]), x.shape[-1]
+    if invariant:
+        pair = 1.0 if scale is None else scale, 0.0 if bias is None else bias
+        more = (jnp.broadcast_to(jnp.asarray(one, F32), (width,)) for one in pair)
+        y = norms.fixed_norm(eps, centred, y.reshape(rows, width), *more)
+        return y.reshape(x.shape).astype(x.dtype)
     if explicit_mesh(x, scale, bias) is not None:
         norm = partial(_norm, eps=eps, centred=centred)
         return by_compiler(norm, [x, scale, bias], split(x))
-    y, rows, width = x.astype(F32), math.prod(x.shape[:-1]), x.shape[-1]
     if native and norms.takes(rows, width, eps, scale, bias):
         elsewhere = partial(_norm, eps=eps, centred=centred, native=False)
         y = y.reshape(rows, width)
@@ -106,14 +118,24 @@ def project(
     kernel: jax.Array,  # [*inputs, *outputs]
     bias: jax.Array | None = None,  # [*outputs]
     contract: int = 1,
+    *,
+    invariant: bool = False,
 ) -> jax.Array:  # [..., *outputs]
     """Return x W + b over the last `contract` axes of x, in the dtype of x.
+
+    If `invariant` is true, a row of the result has the same bits for any other rows.
 
     The operands are reshaped to matrices. On a CPU, the gradient of a batched product would make
     XLA copy the transpose of W, which takes a third of a training step.
     """
     lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
     inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
+    if invariant:
+        if kernel.dtype != jnp.bfloat16:  # read as it is stored
+            kernel = kernel.astype(x.dtype)
+        flat, kernel = x.reshape(rows, inputs), kernel.reshape(inputs, width)
+        y = products.fixed_product(flat, kernel, bias=None if bias is None else bias.reshape(width))
+        return y.astype(x.dtype).reshape(*lead, *outputs)
     # the compiled kernel reads the stored bfloat16 values, which have half as many bytes
     if not (kernel.dtype == jnp.bfloat16 and products.takes(rows, x.dtype, kernel)):
         kernel = kernel.astype(x.dtype)
@@ -149,9 +171,19 @@ def logits(
     x: jax.Array,  # [B, T, D]
     table: jax.Array,  # [V, D]
     bias: jax.Array | None,  # [V]
+    *,
+    invariant: bool = False,
 ) -> jax.Array:  # f32[B, T, V]
-    """Return x E^T + b, accumulated in f32."""
+    """Return x E^T + b, accumulated in f32.
+
+    If `invariant` is true, a row of the result has the same bits for any other rows.
+    """
     rows = math.prod(x.shape[:2])
+    if invariant:
+        if table.dtype != jnp.bfloat16:
+            table = table.astype(x.dtype)
+        y = products.fixed_product(x.reshape(rows, -1), table, bias=bias, turned=True)
+        return y.reshape(*x.shape[:2], len(table))
     if not (table.dtype == jnp.bfloat16 and products.takes(rows, x.dtype, table)):
         table = table.astype(x.dtype)
     if explicit_mesh(x, table, bias) is not None:

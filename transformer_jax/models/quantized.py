@@ -237,6 +237,8 @@ def quantized_project(
     kernel: QuantizedKernel,
     bias: jax.Array | None,  # [*outputs]
     contract: int,
+    *,
+    invariant: bool = False,
 ) -> jax.Array:  # [..., *outputs]
     """Return x W' + b in the dtype of x, like `ops.project`, but without a gradient for W'.
 
@@ -244,18 +246,26 @@ def quantized_project(
     Otherwise, W' exists only during the product, and the backward pass dequantizes it again.
     (However, in a looped stack, XLA's CPU backend saves the first copy for the backward pass.)
     """
+    if invariant:
+        return _multiply(contract, x, kernel, bias, True)
     rows = math.prod(x.shape[: x.ndim - contract])
     native = kernel.bits == 8 and products.takes(rows, x.dtype, kernel.values)
     y = (_multiply_few_rows if native else _multiply)(contract, x, kernel)
     return y if bias is None else y + bias.reshape(*(1,) * (y.ndim - bias.ndim), *bias.shape)
 
 
-@partial(jax.checkpoint, static_argnums=0)
-def _multiply(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-    """Return x W', but dequantize W' only when x is available."""
+@partial(jax.checkpoint, static_argnums=(0, 4))
+def _multiply(
+    contract: int,
+    x: jax.Array,
+    kernel: QuantizedKernel,
+    bias: jax.Array | None = None,
+    invariant: bool = False,
+) -> jax.Array:
+    """Return x W' + b, but dequantize W' only when x is available."""
     # without the barrier, XLA could dequantize all layers before the first product
     x, kernel = jax.lax.optimization_barrier((x, jax.lax.stop_gradient(kernel)))
-    return ops.project(x, kernel.astype(x.dtype), None, contract)
+    return ops.project(x, kernel.astype(x.dtype), bias, contract, invariant=invariant)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -281,11 +291,13 @@ def table_logits(
     x: jax.Array,  # [B, T, D]
     table: QuantizedTable,  # [V, D]
     bias: jax.Array | None,  # [V]
+    *,
+    invariant: bool = False,
 ) -> jax.Array:  # f32[B, T, V]
     """Return x W'^T + b in f32."""
     rows = math.prod(x.shape[:2])
-    if not products.takes(rows, x.dtype, table.values):
-        return ops.logits(x, table.astype(x.dtype), bias)
+    if invariant or not products.takes(rows, x.dtype, table.values):
+        return ops.logits(x, table.astype(x.dtype), bias, invariant=invariant)
     y = products.product(
         x.reshape(rows, -1), table.values, scale=table.scale, bias=bias, turned=True
     )

@@ -131,7 +131,7 @@ class Stack(Module):
                 k_positions=inputs.positions,
                 dropout_rate=0.0 if key is None else cfg.attention_dropout,
                 dropout_key=key if cfg.attention_dropout else None,
-                implementation=cfg.implementation,
+                implementation=cfg.attention_implementation,
             )
             planned: Any = tuple(None if mask is None else plan(mask=mask) for mask in masks)
             masks = planned  # the plans replace their masks

@@ -18,7 +18,7 @@ from transformer_jax.pretrained.families.keys import DEPTH_KEYS, EXPERT_KEYS, ef
 from transformer_jax.pretrained.safetensors_folder import CONFIG
 from transformer_jax.untrusted_files import JsonObject
 
-RUNTIME_FIELDS = ("dtype", "remat", "scan_layers", "implementation", "init_std")
+RUNTIME_FIELDS = ("dtype", "remat", "scan_layers", "implementation", "invariant", "init_std")
 """Fields that config.json does not store, because they specify how to run or initialize a model."""
 
 OVERRIDABLE_FIELDS = frozenset(

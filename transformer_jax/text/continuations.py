@@ -30,7 +30,7 @@ from transformer_jax.text.reading import Reader
 from transformer_jax.tokenizers.special import encode_text, frame, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import ON_ACCELERATORS, chosen_chunk
-from transformer_jax.training.losses import label_scores
+from transformer_jax.training.losses import label_scores, token_losses
 
 
 class Continuation(NamedTuple):
@@ -239,7 +239,8 @@ def _rows_program(
     # An edit may change the logits. Without edits, they are computed in chunks.
     if model.edits or not config.supports("output_layer"):
         logits = model.apply({"params": params}, tokens)[0]
-        return _log_probs(jnp.take_along_axis(logits, at[..., None], axis=1), labels)
+        logits = jnp.take_along_axis(logits, at[..., None], axis=1)
+        return _log_probs(logits, labels, getattr(config, "invariant", False))
     x, table, bias = model.apply({"params": params}, tokens, method="output_layer")
     size = chosen_chunk(len(labels), labels.shape[1], config.vocab_size)
     return label_scores(
@@ -268,14 +269,18 @@ def _shared_program(
     valid = jnp.arange(1, labels.shape[1])[None] < counts[:, None]
     # The model does not read the last label, because no token follows it.
     rest, _ = step(params, labels[:, :-1], state, valid=valid)
-    return _log_probs(jnp.concatenate([first, rest], axis=1), labels)
+    logits = jnp.concatenate([first, rest], axis=1)
+    return _log_probs(logits, labels, getattr(config, "invariant", False))
 
 
 def _log_probs(
     logits: jax.Array,  # [B, C, V]
     labels: jax.Array,  # i32[B, C]
+    invariant: bool,
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, C], bool[B, C]
     logits = logits.astype(jnp.float32)
     picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     best = jnp.argmax(logits, axis=-1) == labels
+    if invariant:
+        return -token_losses(logits, labels, invariant=True), best
     return picked - jax.nn.logsumexp(logits, axis=-1), best

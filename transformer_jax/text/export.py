@@ -136,6 +136,9 @@ def decoding_programs(
     config: AnyModelConfig, params: Params, context: int
 ) -> tuple[dict[str, Callable[..., tuple[jax.Array, Named]]], Named]:
     """Return prefill and step as functions of dicts of arrays, and the state of one row."""
+    if getattr(config, "invariant", False):
+        rule = "an exported program cannot promise equal bits: use a config with invariant=False"
+        raise ConfigError(f"invariant is True: {rule}")
     if hasattr(config, "implementation"):
         # This package's kernels contain code for this machine, but XLA's operations run anywhere.
         config = replace(config, implementation="xla")

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from transformer_jax.checks import check_count, check_int32
-from transformer_jax.config import ConfigError, DType
+from transformer_jax.config import ConfigError, DType, ModelConfig
 from transformer_jax.config.keywords import known_keywords, refuse_keywords
 from transformer_jax.config.model import as_transformer
 from transformer_jax.decoding.arguments import bucket
@@ -73,6 +73,7 @@ def load(
     dtype: DType | None = None,
     max_len: int | None = None,
     weights: WeightKind | None = None,
+    invariant: bool = False,
 ) -> LanguageModel:
     """Load a model with its tokenizer.
 
@@ -87,6 +88,8 @@ def load(
             limit.
         weights: "bf16", "int8" or "int4" store the weights in fewer bits; None leaves the weights
             unchanged.
+        invariant: whether each text gets the same bits whatever else is in its batch (see
+            `ModelConfig.invariant`).
 
     Raises:
         ConfigError: if an argument does not apply to the model.
@@ -115,6 +118,11 @@ def load(
         model = load_text_model(path_or_id, dtype=dtype, max_len=max_len)
     if weights is not None:
         model = with_quantized_weights(model, weights)
+    if invariant:
+        if not isinstance(model.config, ModelConfig):
+            rule = f"{type(model.config).__name__} is not a transformer"
+            raise ConfigError(f"invariant is True: {rule}")
+        model = replace(model, config=replace(model.config, invariant=True))
     return LanguageModel(model, str(path_or_id))
 
 

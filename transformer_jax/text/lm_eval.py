@@ -145,6 +145,7 @@ class TransformerJaxLM(_Base):
         dtype: dtype of a published model, as in `load`.
         weights: type in which the weights are stored, as in `load`.
         checkpoint: checkpoint of a run, as in `load`.
+        invariant: whether a result has the same bits for every batch, as in `load`.
         seed: random seed for sampling.
         device: ignored, because lm-eval's command always passes a device. Set JAX_PLATFORMS
             instead.
@@ -167,6 +168,7 @@ class TransformerJaxLM(_Base):
         dtype: DType | None = None,
         weights: WeightKind | None = None,
         checkpoint: Which | None = None,
+        invariant: bool = False,
         seed: int = 0,
         device: str | None = None,
         **unknown: Never,
@@ -180,12 +182,13 @@ class TransformerJaxLM(_Base):
         if device is not None:
             log.info("device %s is ignored: JAX runs on %s", device, jax.default_backend())
         options: dict[str, Any] = dict(dtype=dtype, weights=weights, checkpoint=checkpoint)
+        options["invariant"] = invariant or None
         if isinstance(pretrained, LanguageModel):
             for name, value in options.items():
                 if value is not None:
                     raise ConfigError(f"{name} is {value!r}: the model is already loaded")
         else:
-            pretrained = load(pretrained, **options)
+            pretrained = load(pretrained, **options | {"invariant": invariant})
         if pretrained.kind not in ("text", "chat"):
             raise ConfigError(f"lm-eval: {pretrained.instead()}")
         # The command of lm-eval passes a string.

@@ -25,7 +25,12 @@ from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Leaf, Params
 from transformer_jax.sharding import by_compiler
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy, label_scores
+from transformer_jax.training.losses import (
+    chunked_cross_entropy,
+    cross_entropy,
+    label_scores,
+    token_losses,
+)
 from transformer_jax.values import value_class
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
@@ -190,8 +195,9 @@ def batch_loss(
     """
     read = batch_logits(config)
     whole = partial(
-        cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss, ignore_label=IGNORE
-    )
+        cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss, ignore_label=IGNORE,
+        invariant=getattr(config, "invariant", False),
+    )  # fmt: skip
     in_chunks = partial(
         chunked_cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss, ignore_label=IGNORE
     )
@@ -290,7 +296,11 @@ def token_nats(
             ignore_label=IGNORE,
         )  # fmt: skip
         return -log_probs
-    found = jax.nn.log_softmax(batch_logits(model)(params, batch, None).astype(jnp.float32))
+    logits = batch_logits(model)(params, batch, None).astype(jnp.float32)
+    if getattr(config, "invariant", False):
+        nats = token_losses(logits, jnp.where(labels == IGNORE, 0, labels), invariant=True)
+        return jnp.where(labels == IGNORE, 0.0, nats)
+    found = jax.nn.log_softmax(logits)
     picked = jnp.where(labels == IGNORE, 0, labels)[..., None]
     nats = -jnp.take_along_axis(found, picked, axis=-1)[..., 0]
     return jnp.where(labels == IGNORE, 0.0, nats)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from transformer_jax.checks import as_number, check_array, check_count, check_factor
 from transformer_jax.config.keywords import known_keywords
+from transformer_jax.kernels.cpu.products import fixed_sum
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.pytree import PyTree
 from transformer_jax.sharding import by_compiler, vary
@@ -31,6 +32,7 @@ def cross_entropy(
     ignore_label: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
     """Return the weighted mean loss per token, in nats, and the sum of the token weights.
 
@@ -43,6 +45,8 @@ def cross_entropy(
         ignore_label: label of ignored tokens, whose logits may be NaN.
         label_smoothing: e, at least 0 and below 1 (Szegedy et al. 2016, section 7).
         z_loss: z, at least 0 (Chowdhery et al. 2022, section 5).
+        invariant: whether a token's loss and gradient have the same bits for any other tokens (see
+            `ModelConfig.invariant`).
 
     Returns:
         The weighted mean and the sum of the weights. Both are 0 if all tokens are ignored.
@@ -52,7 +56,7 @@ def cross_entropy(
             If labels are traced, an invalid label makes the loss and the gradient of its logits NaN
             instead.
     """
-    terms = _Terms(label_smoothing, z_loss)
+    terms = _Terms(label_smoothing, z_loss, invariant)
     check_array("logits", logits, "[..., V]")
     check_array("labels", labels, "[...]")
     if logits.ndim == 0 or logits.shape[-1] == 0 or labels.shape != logits.shape[:-1]:
@@ -66,7 +70,7 @@ def cross_entropy(
         logits: jax.Array, labels: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         loss = _token_loss(terms, logits, labels, weights != 0)
-        return _mean(jnp.sum(weights * loss), weights)
+        return _mean(terms.sum((weights * loss).ravel()), weights)
 
     return by_compiler(mean, [logits, labels, weights], PartitionSpec())
 
@@ -192,6 +196,11 @@ class _Terms:
 
     smoothing: float
     z: float
+    invariant: bool = False
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Return the sum over the last axis, in a fixed order if `invariant` is true."""
+        return fixed_sum(x) if self.invariant else jnp.sum(x, axis=-1)
 
     def __post_init__(self) -> None:
         if not 0.0 <= as_number("label_smoothing", self.smoothing) < 1.0:
@@ -244,6 +253,17 @@ def _mask_ignored(
     return jnp.where(weights == 0, 0, labels), weights
 
 
+def token_losses(
+    logits: jax.Array,  # f32[..., V]
+    labels: jax.Array,  # i32[...]
+    *,
+    invariant: bool = False,
+) -> jax.Array:  # f32[...]
+    """Return -log p of each label, which is NaN for a label outside 0 to V - 1."""
+    terms = _Terms(0.0, 0.0, invariant)
+    return _token_loss(terms, logits, labels, jnp.ones(labels.shape, bool))
+
+
 def _mean(total: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     weight = jnp.sum(weights)
     return total / jnp.where(weight == 0, 1.0, weight), weight
@@ -280,9 +300,12 @@ def _loss_and_slope(
     x = logits.astype(jnp.float32)
     # The results do not depend on `top`, so a second derivative must not follow it.
     top = jax.lax.stop_gradient(jnp.max(x, axis=-1))
+    # If exp is fused with a reduction, XLA's CPU backend computes it by another library for some
+    # shapes (findings/xla_cpu_exp_by_shape.sh). A sum of one number is a call, so it is not fused.
+    top = terms.sum(top[..., None]) if terms.invariant else top
     shifted = x - top[..., None]
     exp = jnp.exp(shifted)
-    denominator = jnp.sum(exp, axis=-1)
+    denominator = terms.sum(exp)
     in_range = (labels >= 0) & (labels < vocab)
     # a label outside the vocabulary cannot raise an error here, so it makes the loss NaN
     denominator = jnp.where(in_range, denominator, jnp.nan)
@@ -294,7 +317,7 @@ def _loss_and_slope(
     if terms.smoothing:
         # log - (1 - e) picked - e mean; if the mean is infinite, the loss is infinite too, but not
         # NaN
-        mean = jnp.mean(shifted, axis=-1)
+        mean = terms.sum(shifted) / vocab
         loss = log - (1 - terms.smoothing) * picked - terms.smoothing * mean
     if terms.z:
         lse = top + log

@@ -86,7 +86,10 @@ enum class Weights { float32, bfloat16, int8 };
 // y = x W, or x W^T, times a scale per output, plus a bias; null pointers mean none.
 struct Product {
   int64_t rows, inputs, outputs;
-  const float* x;  // [rows][inputs]
+  int64_t threads;
+  const float* x;  // [rows][inputs]; x_turned, which needs `fixed`: [inputs][rows]
+  bool x_turned;
+  bool fixed;  // sums in the order of inputs
   Weights dtype;
   bool turned;
   const void* weights;  // [inputs][outputs], turned [outputs][inputs]

@@ -127,9 +127,10 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
 
 ffi::Error multiplied(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weights,
                       ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y,
-                      bool turned) {
+                      bool turned, bool x_turned, bool fixed) {
   Product p{};
-  p.rows = axis(x, 0), p.inputs = axis(x, 1), p.outputs = axis(*y, 1);
+  p.rows = axis(*y, 0), p.inputs = axis(x, x_turned ? 0 : 1), p.outputs = axis(*y, 1);
+  p.threads = pool.num_threads(), p.x_turned = x_turned, p.fixed = fixed;
   p.x = array<float>(x), p.weights = weights.untyped_data(), p.turned = turned;
   p.scale = array<float>(scale), p.bias = array<float>(bias);
   p.y = (float*)y->untyped_data();
@@ -189,7 +190,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(weight_product, multiplied,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("turned"));
+                                  .Attr<bool>("turned")
+                                  .Attr<bool>("x_turned")
+                                  .Attr<bool>("fixed"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(row_norm, normalised,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()

@@ -156,8 +156,42 @@ static inline void write_row(const float* from, int count, float scale, T* to) {
   for (; i < count; i++) narrowed(from[i] * scale, to + i);
 }
 
+// Convert W weights, or one, to float32. GCC 12 splits conversions of byte vectors, hence the explicit
+// instructions.
+static inline vf weights_at(const float* p) { return load(p); }
+#if LANES == 16
+static inline vf weights_at(const bfloat16* p) {
+  return (vf)((vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
+}
+static inline vf weights_at(const int8_t* p) {
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+#elif LANES == 8 && defined(__x86_64__)
+static inline vf weights_at(const bfloat16* p) {
+  return (vf)((vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
+}
+static inline vf weights_at(const int8_t* p) {
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+#else
+static inline vf weights_at(const bfloat16* p) {
+  vu bits;
+  for (int i = 0; i < W; i++) bits[i] = p[i].bits;
+  return (vf)(bits << 16);
+}
+static inline vf weights_at(const int8_t* p) {
+  vi whole;
+  for (int i = 0; i < W; i++) whole[i] = p[i];
+  return __builtin_convertvector(whole, vf);
+}
+#endif
+static inline float weight_at(const float* p) { return *p; }
+static inline float weight_at(const bfloat16* p) { return widened(*p); }
+static inline float weight_at(const int8_t* p) { return *p; }
+
 // Pack rows [count, width] into panels [width / PANEL][count][PANEL], with zeros past the width.
-static inline void pack_rows(const float* from, int64_t stride, int count, int width, float* to,
+template <class T>
+static inline void pack_rows(const T* from, int64_t stride, int count, int width, float* to,
                              int64_t panel_stride) {
   for (int h = 0; h < width; h += PANEL) {
     float* panel = to + h / PANEL * panel_stride;
@@ -165,32 +199,33 @@ static inline void pack_rows(const float* from, int64_t stride, int count, int w
     if (there == PANEL) {
       for (int i = 0; i < count; i++)
         for (int j = 0; j < PANEL; j += W)
-          store(panel + i * PANEL + j, load(from + i * stride + h + j));
+          store(panel + i * PANEL + j, weights_at(from + i * stride + h + j));
       continue;
     }
     for (int i = 0; i < count; i++) {
-      for (int j = 0; j < there; j++) panel[i * PANEL + j] = from[i * stride + h + j];
+      for (int j = 0; j < there; j++) panel[i * PANEL + j] = weight_at(from + i * stride + h + j);
       for (int j = there; j < PANEL; j++) panel[i * PANEL + j] = 0;
     }
   }
 }
 
 // Pack `count` <= PANEL rows [count, width] into a panel of columns [width][PANEL].
-static inline void pack_columns(const float* from, int64_t stride, int count, int width,
-                                float* to) {
+template <class T>
+static inline void pack_columns(const T* from, int64_t stride, int count, int width, float* to) {
   int h = 0;
   if (count == PANEL)
     for (; h + W <= width; h += W)
       for (int part = 0; part < ACROSS; part++) {
         vf rows[W];
 #pragma GCC unroll 16
-        for (int i = 0; i < W; i++) rows[i] = load(from + (part * W + i) * stride + h);
+        for (int i = 0; i < W; i++) rows[i] = weights_at(from + (part * W + i) * stride + h);
         exchange<W / 2>(rows);
 #pragma GCC unroll 16
         for (int i = 0; i < W; i++) store(to + (h + i) * PANEL + part * W, rows[i]);
       }
   for (; h < width; h++)
-    for (int i = 0; i < PANEL; i++) to[h * PANEL + i] = i < count ? from[i * stride + h] : 0;
+    for (int i = 0; i < PANEL; i++)
+      to[h * PANEL + i] = i < count ? weight_at(from + i * stride + h) : 0;
 }
 
 }  // namespace NAMESPACE

@@ -6,35 +6,6 @@
 
 namespace NAMESPACE {
 
-// Convert W weights, or one, to float32. GCC 12 splits conversions of byte vectors, hence the explicit
-// instructions.
-static inline vf weights_at(const float* p) { return load(p); }
-#if LANES == 16
-static inline vf weights_at(const bfloat16* p) {
-  return (vf)((vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
-}
-static inline vf weights_at(const int8_t* p) {
-  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
-#elif LANES == 8 && defined(__x86_64__)
-static inline vf weights_at(const bfloat16* p) {
-  return (vf)((vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
-}
-static inline vf weights_at(const int8_t* p) {
-  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-}
-#else
-static inline vf weights_at(const bfloat16* p) {
-  vu bits;
-  for (int i = 0; i < W; i++) bits[i] = p[i].bits;
-  return (vf)(bits << 16);
-}
-static inline vf weights_at(const int8_t* p) {
-  vi whole;
-  for (int i = 0; i < W; i++) whole[i] = p[i];
-  return __builtin_convertvector(whole, vf);
-}
-#endif
 // Numbers k .. k + W of a row; zeros past its end.
 static inline vf numbers(const float* x, int64_t k, int64_t width) {
   if (k + W <= width) return load(x + k);
@@ -49,10 +20,6 @@ static inline void put(float* y, int64_t k, int64_t width, vf x) {
   store(rest, x);
   std::copy(rest, rest + width - k, y + k);
 }
-
-static inline float weight_at(const float* p) { return *p; }
-static inline float weight_at(const bfloat16* p) { return widened(*p); }
-static inline float weight_at(const int8_t* p) { return *p; }
 
 constexpr int LINE = 64;  // bytes of a cache line
 constexpr int DEPTH = 8;  // rows of W that are read together
@@ -275,10 +242,12 @@ template <class S>
 static void product_of(const S& how, int64_t itemsize, const Parallel& parallel) {
   const Product& p = how.p;
   const int64_t rows = p.rows, inputs = p.inputs, outputs = p.outputs;
+  // sums in the order of inputs are not divided into parts
   const int64_t most = rows == 1 ? MOST_ITEMS : MOST_ITEMS_OF_ROWS;
   const int64_t wanted = std::max<int64_t>(1, std::min(most, inputs * outputs * itemsize / ITEM));
   // sums of parts are written and read, so they must be few compared with the weights
-  const int64_t most_parts = std::max<int64_t>(1, inputs * itemsize / (rows * 32));
+  const int64_t most_parts =
+      p.fixed ? 1 : std::max<int64_t>(1, inputs * itemsize / (rows * 32));
   int64_t columns = parts_of(4 * rows * outputs, SUMS);
   int64_t parts = std::min(most_parts, parts_of(wanted, columns));
   while (columns * parts < wanted && outputs / (2 * columns) >= NARROWEST) columns *= 2;
@@ -320,12 +289,77 @@ static void turned_product_of(const S& how, int64_t itemsize, const Parallel& pa
   });
 }
 
+// The same products with sums in the order of inputs: each is fma(x_k, w_k, sum) for k = 0, 1, ...
+// So a row of y has the same bits whatever the other rows are and however the work is divided, and
+// rows of zeros change nothing if the inputs are rows of a batch. An item is a block of rows by
+// outputs; it packs the weights, a step of inputs at a time.
+constexpr int64_t STEP_OF_INPUTS = 4096 / PANEL;  // a panel of weights fills half of the L1 cache
+constexpr int64_t TALLEST = 32 * ROWS;            // maximum rows per item
+constexpr int64_t WIDEST = 256 / PANEL * PANEL;   // maximum outputs per item
+
+template <class T, bool X_TURNED>
+static void fixed_item(const Product& p, int64_t m, int64_t rows, int64_t o, int64_t count) {
+  const int64_t panels = parts_of(count, PANEL), line = panels * PANEL;
+  const int64_t step = count <= PANEL ? p.inputs : STEP_OF_INPUTS;  // few rows, see below
+  Scratch packed(panels * PANEL * step), sums(rows * line);
+  const T* w = (const T*)p.weights;
+  if (!p.inputs) std::fill(sums.data, sums.data + rows * line, 0.0f);
+  for (int64_t k = 0; k < p.inputs; k += step) {
+    const int depth = std::min(step, p.inputs - k);
+    const int64_t size = PANEL * depth;
+    if (p.turned)
+      for (int64_t j = 0; j < count; j += PANEL)
+        pack_columns(w + (o + j) * p.inputs + k, p.inputs, std::min<int64_t>(PANEL, count - j),
+                     depth, packed.data + j / PANEL * size);
+    else
+      pack_rows(w + k * p.outputs + o, p.outputs, depth, count, packed.data, size);
+    for (int64_t panel = 0; panel < panels; panel++)
+      for (int64_t i = 0; i < rows; i += ROWS) {
+        const int64_t lda = X_TURNED ? p.rows : p.inputs;
+        const float* x = X_TURNED ? p.x + k * lda + m + i : p.x + (m + i) * lda + k;
+        const float* b = packed.data + panel * size;
+        float* to = sums.data + i * line + panel * PANEL;
+        const int there = std::min<int64_t>(ROWS, rows - i);
+        k ? multiply<X_TURNED, true>(there, x, lda, b, depth, to, line)
+          : multiply<X_TURNED, false>(there, x, lda, b, depth, to, line);
+      }
+  }
+  for (int64_t i = 0; i < rows; i++) add_up(p, sums.data + i * line, 1, 0, m + i, o, count);
+}
+
+template <class T>
+static void fixed_product(const Product& p, const Parallel& parallel) {
+  // few rows are multiplied in the order of memory, with equal sums
+  if (!p.turned && !p.x_turned && p.rows <= 16) return product_of(Sums<T>(p), sizeof(T), parallel);
+  const int64_t wanted = 4 * p.threads;
+  int64_t height = std::min(TALLEST, round_up(std::max<int64_t>(p.rows, 1), ROWS)), width = WIDEST;
+  while (width > PANEL && parts_of(p.rows, height) * parts_of(p.outputs, width) < wanted)
+    width = round_up(width / 2, PANEL);
+  const int64_t columns = parts_of(p.outputs, width);
+  parallel(parts_of(p.rows, height) * columns, [&](int64_t item) {
+    const int64_t m = item / columns * height, o = item % columns * width;
+    const int64_t rows = std::min(height, p.rows - m), count = std::min(width, p.outputs - o);
+    // few rows: the weights of a panel are read once, in the order of memory
+    const int64_t step = p.rows <= 16 ? PANEL : count;
+    for (int64_t j = 0; j < count; j += step) {
+      const int64_t some = std::min(step, count - j);
+      p.x_turned ? fixed_item<T, true>(p, m, rows, o + j, some)
+                 : fixed_item<T, false>(p, m, rows, o + j, some);
+    }
+  });
+}
+
 template <class S>
 static void product_as(const S& how, int64_t itemsize, const Parallel& parallel) {
   how.p.turned ? turned_product_of(how, itemsize, parallel) : product_of(how, itemsize, parallel);
 }
 
 static void product(const Product& p, const Parallel& parallel) {
+  if (p.fixed) switch (p.dtype) {
+      case Weights::float32: return fixed_product<float>(p, parallel);
+      case Weights::bfloat16: return fixed_product<bfloat16>(p, parallel);
+      case Weights::int8: return fixed_product<int8_t>(p, parallel);
+    }
   switch (p.dtype) {
     case Weights::float32: return product_as(Sums<float>(p), 4, parallel);
     case Weights::bfloat16: return product_as(Sums<bfloat16>(p), 2, parallel);

@@ -1,0 +1,205 @@
+"""`ModelConfig(invariant=True)`: a row has the same bits in every call that contains it."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
+from transformer_jax import ConfigError, ModelConfig
+from transformer_jax.kernels import cpu
+
+NATIVE = not isinstance(cpu.library(), str)
+needs_kernels = pytest.mark.skipif(not NATIVE, reason=f"no kernels: {cpu.library()}")
+GPT = dict(vocab_size=61, d_model=48, num_layers=2, num_heads=4, max_len=64)
+LLAMA = GPT | dict(
+    norm="rmsnorm", positions="rope", glu=True, activation="silu", use_bias=False, num_kv_heads=2,
+    tie_embeddings=False,
+)  # fmt: skip
+CONFIGS = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "bfloat16": LLAMA | dict(dtype="bfloat16"),
+    "window": LLAMA | dict(
+        window=5, qk_norm=True, attention_softcap=20.0, attention_sinks=True, logit_softcap=9.0
+    ),
+    "scanned": GPT | dict(scan_layers=True, remat="full", positions="alibi"),
+    "t5": GPT | dict(positions="t5", norm_order="post", embedding_norm=True),
+}  # fmt: skip
+ROWS, LENGTH = 21, 19
+
+
+def model_of(fields, invariant=True):
+    """Return a model, parameters that are all nonzero, and a compiled forward pass."""
+    config = ModelConfig(**fields, invariant=invariant)
+    model, params = tj.build(config), tj.init_params(config, jax.random.key(0))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), params)
+    return model, params, jax.jit(lambda *x, **more: model.apply({"params": params}, *x, **more))
+
+
+def readings(model, params, apply, tokens):
+    """Yield the name and the logits of the same tokens, read in different ways, and the wanted."""
+    wanted = np.asarray(apply(tokens)[0])
+    for rows in (1, 17):
+        yield f"first {rows} rows", apply(tokens[:rows])[0], wanted[:rows]
+        yield f"last {rows} rows", apply(tokens[-rows:])[0], wanted[-rows:]
+    for length in (1, 16):
+        yield f"{length} tokens", apply(tokens[:, :length])[0], wanted[:, :length]
+        yield f"{length} tokens of a row", apply(tokens[:1, :length])[0], wanted[:1, :length]
+    padding = np.zeros((ROWS, 7), np.int32)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
+    left = np.concatenate([padding, tokens], 1)
+    positions = np.concatenate([padding - 1, positions], 1)
+    yield "padding on the left", apply(left, positions=positions)[0][:, 7:], wanted
+    right = np.concatenate([tokens, padding], 1)
+    yield "padding on the right", apply(right)[0][:, :LENGTH], wanted
+    chunks = {"chunks": [7, 7, 5], "prefill and steps": [16, 1, 1, 1]}
+    for name, sizes in chunks.items():
+        for rows, capacity in ((1, 19), (18, 64)):
+            cache, found, at = tj.init_cache(model.config, rows, capacity), [], 0
+            for size in sizes:
+                logits, cache = apply(tokens[:rows, at : at + size], cache=cache)
+                found, at = [*found, logits], at + size
+            yield f"cache, {name}, {rows} of {capacity}", jnp.concatenate(found, 1), wanted[:rows]
+
+
+@needs_kernels
+@pytest.mark.slow_except("window")
+@pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
+def test_invariant_logits_have_the_same_bits_in_every_call(fields, rng):
+    tokens = rng.integers(0, 61, (ROWS, LENGTH)).astype(np.int32)
+    for name, found, wanted in readings(*model_of(fields), tokens):
+        assert np.array_equal(found, wanted), name
+
+
+@needs_kernels
+def test_bits_of_a_row_depend_on_the_batch_without_invariant(rng):
+    fields = LLAMA | dict(d_model=96)
+    tokens = rng.integers(0, 61, (ROWS, LENGTH)).astype(np.int32)
+    found = itertools.islice(readings(*model_of(fields, invariant=False), tokens), 6)
+    assert any(not np.array_equal(found, wanted) for _, found, wanted in found)
+
+
+@needs_kernels
+@pytest.mark.slow_except("gpt")
+@pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
+def test_gradients_of_a_row_have_the_same_bits_in_every_batch(fields, rng):
+    model, params, _ = model_of(fields)
+    tokens = rng.integers(0, 61, (ROWS, LENGTH)).astype(np.int32)
+
+    @jax.jit
+    @jax.grad
+    def gradients(params, tokens, weights):
+        logits = model.apply({"params": params}, tokens[:, :-1])[0]
+        mean, weight = tj.cross_entropy(logits, tokens[:, 1:], weights=weights, invariant=True)
+        return mean * weight
+
+    def weights_of(rows, at):
+        return np.zeros((rows, LENGTH - 1), np.float32) + (np.arange(rows)[:, None] == at)
+
+    wanted = gradients(params, tokens[4:5], weights_of(1, 0))
+    assert all(np.any(x) for x in jax.tree.leaves(wanted))
+    for rows, at in ((8, 0), (17, 9)):
+        batch = np.delete(tokens, 4, 0)[: rows - 1]
+        batch = np.insert(batch, at, tokens[4], 0)
+        found = gradients(params, batch, weights_of(rows, at))
+        jax.tree.map(assert_same_bits, found, wanted)
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_generated_tokens_and_logits_have_the_same_bits_alone_and_in_a_ragged_batch(rng):
+    model, params, _ = model_of(LLAMA)
+    step, config = tj.make_step(model), model.config
+    prompts, lengths = rng.integers(0, 61, (4, 9)).astype(np.int32), np.array([9, 3, 7, 1])
+
+    def made(prompts, capacity, **more):
+        state = tj.init_decode_state(config, params, len(prompts), capacity)
+        more |= dict(num_tokens=6, capture=("logits",))
+        found = tj.generate(step, params, prompts, state, **more)
+        return np.asarray(found.tokens), np.asarray(found.captured["logits"])
+
+    tokens, logits = made(prompts, 40, lengths=lengths)
+    for row, length in enumerate(lengths):
+        alone = made(prompts[row : row + 1, :length], 24, chunk=2 if row else None)
+        assert np.array_equal(alone[0][0], tokens[row])
+        assert np.array_equal(alone[1][0, -6:], logits[row, -6:])
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_served_requests_have_the_same_tokens_in_any_number_of_slots(rng):
+    model, params, _ = model_of(LLAMA)
+    step = tj.make_step(model)
+    requests = [
+        tj.Request(rng.integers(0, 61, size).astype(np.int32), 5, id=i)
+        for i, size in enumerate((3, 8, 1, 5, 6))
+    ]
+
+    def served(slots, chunk):
+        state = tj.init_decode_state(model.config, params, 1, 32)
+        done = tj.serve_requests(
+            step, params, requests, state, slots=slots, capacity=32, chunk=chunk
+        )
+        return {x.id: tuple(x.tokens) for x in done}
+
+    assert served(1, None) == served(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(implementation="xla"), "implementation is 'xla': must be 'invariant' or None"),
+        (dict(positions="shaw"), "invariant is True: cannot be promised for positions 'shaw'"),
+        (dict(activation=jnp.sin), "invariant is True: cannot be promised for your own"),
+    ],
+)
+def test_config_that_cannot_be_invariant_is_rejected(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**GPT | fields, invariant=True)
+
+
+@needs_kernels
+def test_export_of_an_invariant_model_is_rejected():
+    model, params, _ = model_of(GPT)
+    with pytest.raises(
+        NotImplementedError, match="invariant=True needs a program for a single CPU"
+    ):
+        jax.export.export(jax.jit(model.apply))({"params": params}, np.zeros((1, 3), np.int32))
+
+
+def test_invariant_model_without_compiled_kernels_is_rejected(monkeypatch):
+    from transformer_jax.kernels.cpu import products
+
+    monkeypatch.setattr(products, "library", lambda: "is left out")
+    config = ModelConfig(**GPT, invariant=True)
+    params = tj.init_params(dataclasses.replace(config, invariant=False), jax.random.key(0))
+    with pytest.raises(NotImplementedError, match="needs the compiled kernels: is left out"):
+        tj.build(config).apply({"params": params}, np.zeros((1, 3), np.int32))
+
+
+def test_environment_variable_makes_every_model_invariant(monkeypatch):
+    assert not ModelConfig(**GPT).invariant
+    monkeypatch.setenv("TRANSFORMER_JAX_INVARIANT", "1")
+    assert ModelConfig(**GPT).invariant
+
+
+@needs_kernels
+def test_losses_of_a_row_have_the_same_bits_in_every_batch(rng):
+    from transformer_jax.training.losses import token_losses
+
+    logits = 3 * rng.normal(size=(33, 18, 97)).astype(np.float32)
+    labels = rng.integers(0, 97, (33, 18)).astype(np.int32)
+    found = jax.jit(token_losses, static_argnames="invariant")
+    wanted = found(logits, labels, invariant=True)
+    for rows in (1, 2, 8):
+        assert_same_bits(found(logits[:rows], labels[:rows], invariant=True), wanted[:rows])
+        assert_same_bits(found(logits[-rows:], labels[-rows:], invariant=True), wanted[-rows:])
+    exact = logits.astype(np.float64)
+    exact = np.log(np.exp(exact).sum(-1)) - np.take_along_axis(exact, labels[..., None], -1)[..., 0]
+    assert_near(wanted, exact, FORWARD_F32)
