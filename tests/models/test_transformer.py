@@ -353,8 +353,8 @@ def test_logits_at_selected_tokens_match_reference(case, rng):
 
 ELSEWHERE = {
     "vocab_size", "d_model", "head_dim", "d_ff", "max_len", "init_std", "dropout", "remat",
-    "attention_dropout", "dtype", "scan_layers", "implementation", "num_classes", "pooler",
-    "inputs", "experts", "classes_of", "pooler_reads", "block",
+    "attention_dropout", "dtype", "scan_layers", "implementation", "invariant", "num_classes",
+    "pooler", "inputs", "experts", "classes_of", "pooler_reads", "block",
 }  # fmt: skip
 """Fields that other tests vary, or that only set sizes."""
 

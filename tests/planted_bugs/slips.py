@@ -682,8 +682,8 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/models/quantized.py",
         (
             "logits of a quantized table omit the bias",
-            "return ops.logits(x, table.astype(x.dtype), bias)",
-            "return ops.logits(x, table.astype(x.dtype), None)",
+            "return ops.logits(x, table.astype(x.dtype), bias, invariant=invariant)",
+            "return ops.logits(x, table.astype(x.dtype), None, invariant=invariant)",
             "models/test_quantized.py::test_logits_from_8_bit_table_with_bias_match_float64",
         ),
         (
