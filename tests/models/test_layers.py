@@ -338,7 +338,7 @@ def test_branch_output_dropout_uses_key(rng, key):
     params = block.init(key, x, BlockInputs(token_positions=jnp.arange(31)))["params"]
 
     edit = {"block_0/residual_mid": jnp.zeros_like, "block_0/feed_forward/output": jnp.ones_like}
-    places = Places.of(config, (), edit)
+    places = Places.of(build(config).edited(edit))
     given = BlockInputs(token_positions=jnp.arange(31), places=places)
 
     def added(key):
