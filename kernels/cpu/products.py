@@ -109,8 +109,6 @@ def fixed_product(
         NotImplementedError: if the compiled kernels are missing, or, when the program is lowered,
             if it is exported or runs on several devices.
     """
-    if isinstance(reason := library(), str):
-        raise NotImplementedError(f"invariant=True needs the compiled kernels: {reason}")
     none = jnp.zeros((0,), jnp.float32)
     more = (none if one is None else one.astype(jnp.float32) for one in (scale, bias))
     return _fixed(turned, x_turned, x.astype(jnp.float32), weights, *more)
@@ -148,6 +146,8 @@ def _fixed(
 
 def only_here(here: Callable[..., tuple[jax.Array]], arrays: tuple[jax.Array, ...]) -> jax.Array:
     """Return the result of `here(*arrays)`, which no other function can replace."""
+    if isinstance(reason := library(), str):
+        raise NotImplementedError(f"invariant=True needs the compiled kernels: {reason}")
 
     def elsewhere(*_: jax.Array) -> tuple[jax.Array]:
         rule = "needs a program for a single CPU device that is not exported"
