@@ -20,7 +20,7 @@ from transformer_jax.kernels.contract import (
     TileLists,
     learns_slopes,
 )
-from transformer_jax.kernels.cpu.products import fixed_sum
+from transformer_jax.kernels.cpu.products import fixed_sum, refuse_elsewhere
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.kernels.lowering import Tree, here_or_elsewhere
 from transformer_jax.kernels.packed_queries import packed
@@ -82,6 +82,8 @@ def fused_attention(
             return here
         # a program that is exported, or compiled for another platform, must not call this library
         elsewhere = kernel(problem, kind, results, plainly=backend.portable)
+        if problem.invariant:  # plain JAX adds in another order
+            elsewhere = refuse_elsewhere
         return lambda *tree: here_or_elsewhere(here, elsewhere, tree)
 
     def compute(tree: tuple[Operands, ListsByKernel]) -> tuple[jax.Array, jax.Array]:

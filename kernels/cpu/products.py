@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +54,7 @@ def product(
 
     Raises ValueError if the sizes of x, W, scale and bias do not match.
     """
-    inputs, outputs = weights.shape[::-1] if turned else weights.shape
-    if x.shape[1] != inputs:
-        raise ValueError(f"x has {x.shape[1]} inputs: must have {inputs}, like the weights")
-    for name, one in (("scale", scale), ("bias", bias)):
-        if one is not None and one.shape != (outputs,):
-            raise ValueError(f"{name} has shape {list(one.shape)}: must be [{outputs}]")
+    _check(x.shape[1], weights, turned, scale=scale, bias=bias)
     none = jnp.zeros((0,), jnp.float32)
     more = (none if one is None else one.astype(jnp.float32) for one in (scale, bias))
     tree = x.astype(jnp.float32), weights, *more
@@ -66,6 +62,16 @@ def product(
     if isinstance(library(), str):
         return elsewhere(*tree)[0]
     return here_or_elsewhere(here, elsewhere, tree, single_device=True)[0]
+
+
+def _check(inputs: int, weights: jax.Array, turned: bool, **more: jax.Array | None) -> None:
+    # the kernel reads as many numbers as the weights have inputs
+    wanted, outputs = weights.shape[::-1] if turned else weights.shape
+    if inputs != wanted:
+        raise ValueError(f"x has {inputs} inputs: must have {wanted}, like the weights")
+    for name, one in more.items():
+        if one is not None and one.shape != (outputs,):
+            raise ValueError(f"{name} has shape {list(one.shape)}: must be [{outputs}]")
 
 
 def _native(
@@ -94,24 +100,28 @@ def fixed_product(
     x: jax.Array,  # [rows, inputs]; x_turned: [inputs, rows]
     weights: jax.Array,  # [inputs, outputs]; turned: [outputs, inputs]
     *,
-    scale: jax.Array | None = None,  # [outputs]
     bias: jax.Array | None = None,  # [outputs]
     turned: bool = False,
     x_turned: bool = False,
 ) -> jax.Array:  # f32[rows, outputs]
-    """Return scale x W + bias, where each sum is in the order of the inputs.
+    """Return x W + bias, where each sum is in the order of the inputs.
 
     A sum is fma(x[k], w[k], sum) for k = 0, 1, ..., in float32. Therefore, a row of the result has
     the same bits for any other rows, any number of rows and any number of threads. The gradients
-    are products of the same kind. The scale has no gradient.
+    are products of the same kind.
 
     Raises:
-        NotImplementedError: if the compiled kernels are missing, or, when the program is lowered,
-            if it is exported or runs on several devices.
+        ValueError: if the sizes of x, W and bias do not match.
+        NotImplementedError: if x is float64, if the compiled kernels are missing, or, when the
+            program is lowered, if it is exported or runs on several devices.
     """
-    none = jnp.zeros((0,), jnp.float32)
-    more = (none if one is None else one.astype(jnp.float32) for one in (scale, bias))
-    return _fixed(turned, x_turned, x.astype(jnp.float32), weights, *more)
+    _check(x.shape[0 if x_turned else 1], weights, turned, bias=bias)
+    if x.dtype == jnp.float64:
+        raise NotImplementedError("invariant=True computes in float32, but x is float64")
+    if jnp.dtype(weights.dtype).name not in DTYPES:
+        weights = weights.astype(jnp.float32)
+    bias = jnp.zeros((0,), jnp.float32) if bias is None else bias.astype(jnp.float32)
+    return _fixed(turned, x_turned, x.astype(jnp.float32), weights, bias)
 
 
 def fixed_sum(x: jax.Array) -> jax.Array:  # f32[..., inputs] -> f32[...]
@@ -127,7 +137,6 @@ def _fixed(
     x_turned: bool,
     x: jax.Array,
     weights: jax.Array,
-    scale: jax.Array,
     bias: jax.Array,
 ) -> jax.Array:
     rows, outputs = x.shape[1 if x_turned else 0], weights.shape[0 if turned else 1]
@@ -136,7 +145,7 @@ def _fixed(
         jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
         vmap_method="sequential",
     )
-    arrays = x, weights, scale, bias
+    arrays = x, weights, jnp.zeros((0,), jnp.float32), bias
 
     def here(*arrays: jax.Array) -> tuple[jax.Array]:
         return vary((call(*arrays, turned=turned, x_turned=x_turned, fixed=True),), arrays)
@@ -148,12 +157,14 @@ def only_here(here: Callable[..., tuple[jax.Array]], arrays: tuple[jax.Array, ..
     """Return the result of `here(*arrays)`, which no other function can replace."""
     if isinstance(reason := library(), str):
         raise NotImplementedError(f"invariant=True needs the compiled kernels: {reason}")
+    how = dict(single_device=True, mapped=True)
+    return here_or_elsewhere(here, refuse_elsewhere, arrays, **how)[0]
 
-    def elsewhere(*_: jax.Array) -> tuple[jax.Array]:
-        rule = "needs a program for a single CPU device that is not exported"
-        raise NotImplementedError(f"invariant=True {rule}")
 
-    return here_or_elsewhere(here, elsewhere, arrays, single_device=True, mapped=True)[0]
+def refuse_elsewhere(*_: object) -> NoReturn:
+    """Raise NotImplementedError for a program that cannot call the compiled kernels."""
+    rule = "needs a program for a single CPU device that is not exported"
+    raise NotImplementedError(f"invariant=True {rule}")
 
 
 def _fixed_forward(
@@ -165,12 +176,10 @@ def _fixed_forward(
 def _fixed_backward(
     turned: bool, x_turned: bool, arrays: tuple[jax.Array, ...], dy: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    x, weights, scale, bias = arrays
+    x, weights, bias = arrays
     db = None
     if bias.size:
         db = fixed_product(jnp.ones((1, dy.shape[0]), jnp.float32), dy)[0]
-    if scale.size:
-        dy = dy * scale[None]
     if x_turned:
         dx = fixed_product(weights.astype(jnp.float32), dy, x_turned=turned, turned=True)
         first, second = (dy, x) if turned else (x, dy)
@@ -180,7 +189,7 @@ def _fixed_backward(
         first, second = (dy, x) if turned else (x, dy)
         dw = fixed_product(first, second, x_turned=True)
     whole = jnp.issubdtype(weights.dtype, jnp.integer)
-    return dx, None if whole else dw.astype(weights.dtype), None, db
+    return dx, None if whole else dw.astype(weights.dtype), db
 
 
 _fixed.defvjp(_fixed_forward, _fixed_backward)

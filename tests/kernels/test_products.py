@@ -236,3 +236,23 @@ def test_gradients_of_fixed_product_match_xla(rng, turned, x_turned):
         return jax.jit(jax.grad(lambda x: jnp.vdot(inner(x, weights, bias), x)))(x)
 
     assert_near(second(fixed), second(plain), 1e-5)
+
+
+@needs_kernels
+def test_fixed_product_of_mismatched_sizes_is_rejected():
+    x, weights = jnp.ones((2, 5)), jnp.ones((4, 3))
+    with pytest.raises(ValueError, match="x has 5 inputs: must have 4, like the weights"):
+        products.fixed_product(x, weights)
+    with pytest.raises(ValueError, match="x has 2 inputs: must have 3"):
+        products.fixed_product(x, weights, turned=True, x_turned=True)
+    with pytest.raises(ValueError, match=r"bias has shape \[2\]: must be \[3\]"):
+        products.fixed_product(jnp.ones((2, 4)), weights, bias=jnp.ones(2))
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="but x is float64"):
+        products.fixed_product(jnp.ones((2, 4), jnp.float64), weights)
+
+
+@needs_kernels
+def test_fixed_product_accepts_float16_weights(rng):
+    x, weights = (rng.normal(size=s).astype(np.float16) for s in ((3, 40), (40, 9)))
+    exact = x.astype(np.float64) @ weights.astype(np.float64)
+    assert_near(products.fixed_product(jnp.array(x), jnp.array(weights)), exact, FORWARD_F32)

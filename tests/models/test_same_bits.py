@@ -131,7 +131,9 @@ def test_served_requests_have_the_same_tokens_in_any_number_of_slots(rng):
     [
         (dict(implementation="xla"), "implementation is 'xla': must be 'invariant' or None"),
         (dict(positions="shaw"), "invariant is True: cannot be promised for positions 'shaw'"),
-        (dict(activation=jnp.sin), "invariant is True: cannot be promised for your own"),
+        (dict(activation=jnp.sin), "invariant is True: cannot be promised for your own activation"),
+        (dict(experts=tj.Experts(count=2)), "cannot be promised for a mixture of experts"),
+        (dict(kind="encoder", num_classes=2, pooler="tanh"), "cannot be promised for a pooler"),
     ],
 )
 def test_config_that_cannot_be_invariant_is_rejected(fields, message):
@@ -178,3 +180,28 @@ def test_losses_of_a_row_have_the_same_bits_in_every_batch(rng):
     exact = logits.astype(np.float64)
     exact = np.log(np.exp(exact).sum(-1)) - np.take_along_axis(exact, labels[..., None], -1)[..., 0]
     assert_near(wanted, exact, FORWARD_F32)
+
+
+def test_invalid_environment_variable_is_rejected(monkeypatch):
+    monkeypatch.setenv("TRANSFORMER_JAX_INVARIANT", "yes")
+    with pytest.raises(ConfigError, match="TRANSFORMER_JAX_INVARIANT is 'yes': must be 0 or 1"):
+        ModelConfig(**GPT)
+
+
+@needs_kernels
+def test_exported_invariant_attention_is_rejected():
+    x = jnp.ones((1, 9, 2, 8))
+    attend = jax.jit(lambda x: tj.dot_product_attention(x, x, x, implementation="invariant"))
+    assert np.isfinite(attend(x)).all()
+    with pytest.raises(
+        NotImplementedError, match="invariant=True needs a program for a single CPU"
+    ):
+        jax.export.export(attend)(x)
+
+
+@needs_kernels
+def test_edit_of_attention_weights_of_an_invariant_model_is_rejected():
+    model, params, _ = model_of(GPT)
+    edited = model.edited({"block_0/attention/weights": lambda x: x})
+    with pytest.raises(NotImplementedError, match="an edit of attention/weights"):
+        edited.apply({"params": params}, np.zeros((1, 3), np.int32))

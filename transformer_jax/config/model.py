@@ -316,24 +316,27 @@ class ModelConfig(AnyModelConfig):
         if self.classes_of == "span" and self.num_classes != 2:
             fail("num_classes", self.num_classes, "must be 2 with classes_of 'span'")
 
-        if os.environ.get("TRANSFORMER_JAX_INVARIANT", "0") == "1":
+        default = os.environ.get("TRANSFORMER_JAX_INVARIANT", "0")
+        if default not in ("0", "1"):
+            fail("TRANSFORMER_JAX_INVARIANT", default, "must be 0 or 1")
+        if default == "1":
             object.__setattr__(self, "invariant", True)
         if self.invariant:
             if self.implementation not in (None, "invariant"):
                 rule = "must be 'invariant' or None with invariant True"
                 fail("implementation", self.implementation, rule)
-            rule = "cannot be promised for "
-            if isinstance(self.positions, Shaw):  # their products are XLA's
-                fail("invariant", True, rule + "positions 'shaw'")
-            if self.inputs is not None:
-                fail("invariant", True, rule + "inputs other than tokens")
-            mine = self.block, self.activation, self.positions
-            if (
-                isinstance(mine[0], CustomBlock)
-                or callable(mine[1])
-                or isinstance(mine[2], CustomPositions)
-            ):
-                fail("invariant", True, rule + "your own block, activation or positions")
+            refused = {  # XLA computes sums or softmax of these, or their code is not known
+                "positions 'shaw'": isinstance(self.positions, Shaw),
+                "inputs other than tokens": self.inputs is not None,
+                "a mixture of experts": self.experts is not None,
+                "a pooler": self.pooling is not None,
+                "your own block": isinstance(self.block, CustomBlock),
+                "your own activation": callable(self.activation),
+                "your own positions": isinstance(self.positions, CustomPositions),
+            }
+            for what, found in refused.items():
+                if found:
+                    fail("invariant", True, f"cannot be promised for {what}")
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
 

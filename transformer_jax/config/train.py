@@ -204,7 +204,10 @@ class TrainConfig:
             unread(self, rule, "frozen", "param_dtype")
         # a run must not silently ignore a field that was set
         if not self.model.supports("output_layer"):
-            unread(self, "needs a transformer", "loss_chunk")
+            rule = "needs a transformer"
+            if isinstance(self.model, ModelConfig):
+                rule = "must be None for a model with invariant=True, whose loss reads all logits"
+            unread(self, rule, "loss_chunk")
         if isinstance(self.task, ClassifyTask):
             unread(self, "needs a task with token labels", "loss_chunk")
         if isinstance(self.task, PreferenceTask):

@@ -253,6 +253,10 @@ class Attention(Module):
             wrong = (weights != 0) & (heads.k_positions < 0)[:, None, None]
             weights = jnp.where(wrong.any(axis=-1, keepdims=True), jnp.nan, weights)
         if edited:
+            if cfg.invariant:  # XLA multiplies edited weights by the values
+                raise NotImplementedError(
+                    f"invariant=True does not support an edit of {weights_name}"
+                )
             # dropout must drop the same weights as without an edit
             drop = _drop_as_kernels if self.shaw is None else dropout
             out = self._average(drop(weights, cfg.attention_dropout, dropout_key), heads)
