@@ -142,15 +142,6 @@ def processors_of(target: Target) -> int | None:
     return HOPPER_WITH_FEWER.get(target.chip, HOPPER_PROCESSORS)
 
 
-def kinds(nondeterministic: bool, decode: bool = False, by_rows: bool = False) -> tuple[Kind, ...]:
-    """Return the kernels for a call; `by_rows` selects the deterministic single-pass backward."""
-    gradients: tuple[Kind, ...] = ("single_pass",) if nondeterministic else ("dq", "dkdv")
-    if by_rows:
-        gradients = ("single_pass_rows",)
-    few: tuple[Kind, ...] = ("decode",) if decode else ()
-    return ("forward", *gradients, "bias", *few)
-
-
 def blocks(
     target: Target,
     kind: Kind,

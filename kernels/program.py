@@ -113,28 +113,23 @@ class Program:
         Vectors that are not read may be None. If the bits of `Dense` masks are read, they are in
         k[-1].
         """
-        done: list[jax.Array] = []
-
-        def value(operand: Operand) -> jax.Array | int:
-            kind, index = operand
+        values: dict[Operand, Any] = {}  # arrays, and numbers as int
+        for kind, index in (*(x for _, operands in self.steps for x in operands), self.result):
             if kind == "number":
-                return index
-            if kind == "step":
-                return done[index]
-            found = q[index] if kind == "q" else k[-1 if kind == "pair" else index]
-            assert found is not None
-            return (found & np.int32(1 << index)) != 0 if kind == "pair" else found
-
-        for name, operands in self.steps:
-            read, inputs = map(value, operands), list[ArrayLike]()
+                values[kind, index] = index
+            elif kind != "step":
+                one: Any = q[index] if kind == "q" else k[-1 if kind == "pair" else index]
+                values[kind, index] = (one & np.int32(1 << index)) != 0 if kind == "pair" else one
+        for i, (name, operands) in enumerate(self.steps):
+            read, inputs = [values[x] for x in operands], list[ArrayLike]()
             if name in _LOGIC and all(map(self._is_bool, operands)):
                 inputs += [np.bool_(x) if isinstance(x, int) else x for x in read]
             else:  # a bool among integers; Mosaic GPU cannot cast bools, so select
                 for x in read:
-                    one: Any = np.int32(x) if isinstance(x, int) else x
+                    one = np.int32(x) if isinstance(x, int) else x
                     inputs.append(jnp.where(one, 1, 0) if one.dtype == jnp.bool_ else one)
-            done.append(OPERATIONS[name](*inputs))
-        found = value(self.result)
+            values["step", i] = OPERATIONS[name](*inputs)
+        found = values[self.result]
         if isinstance(found, int):
             assert k[0] is not None
             return jnp.broadcast_to(jnp.bool_(found), k[0].shape)
@@ -162,32 +157,24 @@ class Program:
             constants += [n for kind, n in operands if kind == "number" and n not in constants]
         constants = list(dict.fromkeys(constants))
         first = num_q + num_k + pairs
-
-        def register(operand: Operand) -> int:
-            kind, index = operand
-            if kind == "number":
-                return first + constants.index(index)
-            return index + {"q": 0, "k": num_q, "step": first + len(constants)}[kind]
-
+        starts = {"q": 0, "k": num_q, "number": first, "step": first + len(constants)}
         codes = list(OPERATIONS)
         operations = []
         for name, operands in program.steps:
-            registers = [register(operand) for operand in operands]
+            registers = [
+                starts[kind] + (constants.index(i) if kind == "number" else i)
+                for kind, i in operands
+            ]
             operations += [codes.index(name), *registers, *[0] * (3 - len(registers))]
         return operations, constants
 
     def with_operand(self, operand: Operand, by: Program) -> Program:
         """Return the program with an operand replaced by the result of another program."""
-        done: list[Program] = []
-
-        def value(one: Operand) -> Program:
-            if one == operand:
-                return by
-            return done[one[1]] if one[0] == "step" else Program((), one)
-
-        for name, operands in self.steps:
-            done.append(combined(name, *map(value, operands)))
-        return value(self.result)
+        programs = {operand: by}
+        for i, (name, operands) in enumerate(self.steps):
+            inputs = (programs.get(x, Program((), x)) for x in operands)
+            programs["step", i] = combined(name, *inputs)
+        return programs.get(self.result, Program((), self.result))
 
     def bounds(self, ranges: Callable[[Operand], Range]) -> Range:
         """Return the lowest and the highest result, using interval arithmetic on 32-bit integers.
@@ -195,24 +182,16 @@ class Program:
         `ranges` returns the range of a vector or of a bit of the pair. A result that may wrap
         around has the full range.
         """
-        done: list[Range] = []
-
-        # cached, because computing the range of a vector takes a pass over all positions
-        @functools.cache
-        def value(operand: Operand) -> Range:
-            kind, index = operand
-            if kind == "step":
-                return done[index]
-            if kind == "number":
-                constant = np.full((1, 1, 1, 1), index, np.int32)
-                return constant, constant
-            return ranges(operand)
-
-        for name, operands in self.steps:
-            inputs = [value(operand) for operand in operands]
+        found: dict[Operand, Range] = {}
+        for operand in (*(x for _, operands in self.steps for x in operands), self.result):
+            if operand[0] == "number":
+                found[operand] = (np.full((1, 1, 1, 1), operand[1], np.int32),) * 2
+            elif operand[0] != "step" and operand not in found:  # a pass over all positions
+                found[operand] = ranges(operand)
+        for i, (name, operands) in enumerate(self.steps):
             are_bools = all(map(self._is_bool, operands))
-            done.append(_bounds(name, are_bools, *inputs))
-        return value(self.result)
+            found["step", i] = _bounds(name, are_bools, *(found[x] for x in operands))
+        return found[self.result]
 
 
 def number(n: int) -> Program:
@@ -226,14 +205,11 @@ def combined(name: str, *programs: Program) -> Program:
     steps: dict[tuple[str, tuple[Operand, ...]], int] = {}
     results = []
     for program in programs:
-        moved: list[int] = []
-
-        def at(operand: Operand, moved: list[int] = moved) -> Operand:
-            return ("step", moved[operand[1]]) if operand[0] == "step" else operand
-
-        for step, operands in program.steps:
-            moved.append(steps.setdefault((step, tuple(map(at, operands))), len(steps)))
-        results.append(at(program.result))
+        moved: dict[Operand, Operand] = {}
+        for i, (step, operands) in enumerate(program.steps):
+            inputs = tuple(moved.get(x, x) for x in operands)
+            moved["step", i] = "step", steps.setdefault((step, inputs), len(steps))
+        results.append(moved.get(program.result, program.result))
     # no step is needed for an operand that is always true
     if name in ("and", "or"):
         neutral = "number", int(name == "and")

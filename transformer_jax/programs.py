@@ -58,7 +58,7 @@ class Program(Generic[P, Result]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
         named: dict[str, Any] = dict(zip(self.names, args)) | kwargs  # noqa: B905
         result: Result
-        result = self._run_by_text(named) if _retraces(named) else self.by_value(*args, **kwargs)
+        result = self._run_by_text(named) if retraces(named) else self.by_value(*args, **kwargs)
         # XLA does not free donated memory if NumPy has a view of it or no result fits it; delete it
         # here, so that a donated state is always consumed
         kept = {id(x) for x in jax.tree.leaves(result)} if self.donate else set()
@@ -69,7 +69,7 @@ class Program(Generic[P, Result]):
 
     def trace(self, **named: Any) -> Traced:
         """Trace the function like `jax.jit`, without reusing traces of your own code."""
-        if not _retraces(named):
+        if not retraces(named):
             return self.by_value.trace(**named)
         fixed = {name: named.pop(name) for name in self.static}
         # a new function, because JAX caches traces by function
@@ -111,11 +111,6 @@ class Program(Generic[P, Result]):
         return jax.tree.unflatten(jax.tree.structure(trace.out_info), compiled(consts, *leaves))
 
 
-def _retraces(named: Mapping[str, Any]) -> bool:
-    # skip the parameters, because they contain many arrays
-    return disturbed() or any(brings_code(x) for name, x in named.items() if name != "params")
-
-
 _LOOKED_UP: list[tuple[Mapping[str, object], dict[str, object]]] = []
 _PLAIN_KINDS: set[type] = set()  # the checks below take several microseconds for each class
 
@@ -125,11 +120,17 @@ def depends_on_names(named: Mapping[str, object]) -> None:
     _LOOKED_UP.append((named, dict(named)))
 
 
-def disturbed() -> bool:
-    """Whether a flax interceptor is active or a value in a registered mapping has been replaced."""
-    return bool(linen._global_interceptor_stack) or any(
-        now.get(name) is not value for now, then in _LOOKED_UP for name, value in then.items()
-    )
+def retraces(named: Mapping[str, Any]) -> bool:
+    """Whether a call with these arguments must be traced again.
+
+    It must if a flax interceptor is active, if a value in a registered mapping has been replaced,
+    or if an argument contains code from outside `LIBRARIES`.
+    """
+    replaced = any(now.get(name) is not x for now, then in _LOOKED_UP for name, x in then.items())
+    if linen._global_interceptor_stack or replaced:
+        return True
+    # skip the parameters, because they contain many arrays
+    return any(brings_code(x) for name, x in named.items() if name != "params")
 
 
 def brings_code(value: Any) -> bool:

@@ -7,10 +7,13 @@ operation of `jax.numpy` returns a traced value, even if its arguments are known
 from __future__ import annotations
 
 import contextlib
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
+
+T = TypeVar("T")
 
 
 def traced(*arrays: object) -> bool:
@@ -18,11 +21,15 @@ def traced(*arrays: object) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
-def concrete_value(x: ArrayLike | jax.ShapeDtypeStruct) -> np.ndarray | None:
-    """Convert an array to NumPy; return None if it is traced or not fully addressable."""
+@overload
+def concrete_value(x: ArrayLike | jax.ShapeDtypeStruct) -> np.ndarray | None: ...
+@overload
+def concrete_value(x: ArrayLike | jax.ShapeDtypeStruct, otherwise: T) -> np.ndarray | T: ...
+def concrete_value(x: ArrayLike | jax.ShapeDtypeStruct, otherwise: Any = None) -> Any:
+    """Convert an array to NumPy; return `otherwise` if it is traced or not fully addressable."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
-        return None
-    return np.asarray(x) if getattr(x, "is_fully_addressable", True) else None
+        return otherwise
+    return np.asarray(x) if getattr(x, "is_fully_addressable", True) else otherwise
 
 
 def are_concrete(*sizes: object) -> bool:

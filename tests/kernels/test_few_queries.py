@@ -25,9 +25,11 @@ from tests.support.hopper_kernels import (
     needs_interpreter,
 )
 from transformer_jax import ALiBi, Causal, Dense, Padding, dot_product_attention
+from transformer_jax.attention.api import IMPLEMENTATIONS
+from transformer_jax.attention.arguments import check_call
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.kernels import Target, ampere, chips, hopper, using
-from transformer_jax.kernels.chips import HOPPER_PROCESSORS, kinds
+from transformer_jax.kernels.chips import HOPPER_PROCESSORS
 from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.hopper import programs
 from transformer_jax.kernels.nvidia import schedule
@@ -97,8 +99,12 @@ def test_differentiated_few_query_call_uses_forward_kernel():
         assert of_decode not in str(jax.make_jaxpr(gradient)(*inputs))
 
 
-def test_decode_kernel_is_listed_only_on_request():
-    assert "decode" not in kinds(False) and "decode" in kinds(False, decode=True)
+@pytest.mark.parametrize(("queries", "is_few"), [(1, True), (64, True), (65, False)])
+def test_decode_kernel_is_planned_only_for_few_queries(queries, is_few):
+    query, key = (jax.ShapeDtypeStruct((1, n, 1, 64), jnp.bfloat16) for n in (queries, 128))
+    with using(Target("hopper")):
+        plan = IMPLEMENTATIONS["pallas"].plan(check_call(query, key, key))
+    assert ("decode" in dict(plan.where.blocks)) == is_few
 
 
 MASKS = {

@@ -64,7 +64,8 @@ def test_mask_vectors_reproduce_mask(name, ragged, rng):
     if ragged:
         q, k = q + jnp.array([[2], [9]]), jnp.where(jnp.arange(19) % 5 == 4, -1, k + 3)
     vectors = MaskVectors.of(mask, q, k, not ragged)
-    pairs = () if vectors.pairs() is None else (vectors.pairs().astype(jnp.int32),)
+    bits = [np.asarray(matrix, np.int32) << bit for bit, matrix in enumerate(vectors.matrices)]
+    pairs = [jnp.asarray(sum(bits))] if bits else []
     sees = vectors.visible(
         tuple(x[:, None, :, None] for x in vectors.q),
         (*(x[:, None, None, :] for x in vectors.k), *pairs),

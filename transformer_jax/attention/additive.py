@@ -10,14 +10,7 @@ import jax.numpy as jnp
 
 from transformer_jax.attention.arguments import AttentionCall, check_states
 from transformer_jax.attention.masks import Mask
-from transformer_jax.attention.reference import (
-    Xla,
-    clean,
-    einsum,
-    reference_weights,
-    see,
-    softmax,
-)
+from transformer_jax.attention.reference import Xla, clean, einsum, reference_weights, softmax
 
 
 def additive_attention(
@@ -62,7 +55,8 @@ def additive_attention(
         )
     # add an axis for a single head, to reuse the softmax and the NaN handling of the reference
     heads = [x[:, :, None] for x in (query, keys, values)]
-    visible = see(AttentionCall(query=heads[0], key=heads[1], value=heads[2], mask=mask))
+    call = AttentionCall(query=heads[0], key=heads[1], value=heads[2], mask=mask)
+    visible = None if mask is None else mask.allows(*call.positions())
     q, k, heads_values, nonfinite = clean(visible, *heads)
     q = einsum("BTND,DA->BTNA", q, w_query)
     k = k if w_key is None else einsum("BSND,DA->BSNA", k, w_key)

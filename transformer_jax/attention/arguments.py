@@ -24,6 +24,8 @@ from transformer_jax.tracing import traced
 from transformer_jax.values import value_class
 
 POOLS = ("key", "value", "key_scale", "value_scale")
+POSITIONS = "q_positions", "k_positions", "block_table"  # integers
+ARRAYS = jax.Array | jax.ShapeDtypeStruct
 DTYPES = {jnp.dtype(name): name for name in ("bfloat16", "float16", "float32", "float64")}
 
 
@@ -156,10 +158,10 @@ class AttentionCall:
             return self
         B, _, _, S = self.sizes
 
-        def plain(x: jax.Array) -> jax.Array:
+        def plain(x: jax.Array) -> Any:
             rows = x.shape[:2] if self.block_table is None else (B, S)
             dtype = x.dtype if self.key_scale is None else self.query.dtype
-            return as_array(jax.ShapeDtypeStruct((*rows, *x.shape[2:]), dtype))
+            return jax.ShapeDtypeStruct((*rows, *x.shape[2:]), dtype)
 
         key, value = plain(self.key), plain(self.value)
         return dataclasses.replace(
@@ -243,23 +245,18 @@ def check_call(
 
     Arrays may be `jax.ShapeDtypeStruct`s. Raise ValueError if an argument is invalid.
     """
-    query, key, value = as_array(query), as_array(key), as_array(value)
     mask, bias, scale = options.get("mask"), options.get("bias"), options.get("scale")
     softcap, dropout_key = options.get("softcap"), options.get("dropout_key")
-    q_positions = as_int32("q_positions", options.get("q_positions"))
-    k_positions = as_int32("k_positions", options.get("k_positions"))
-    block_table = as_int32("block_table", options.get("block_table"))
-    sinks, key_scale, value_scale, q_positions, k_positions, block_table = (
-        None if x is None else as_array(x)
-        for x in (
-            options.get("sinks"),
-            options.get("key_scale"),
-            options.get("value_scale"),
-            q_positions,
-            k_positions,
-            block_table,
-        )
-    )
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
+    optional = "sinks", "key_scale", "value_scale", *POSITIONS
+    arrays |= {name: x for name in optional if (x := options.get(name)) is not None}
+    for name, x in arrays.items():
+        x = as_int32(name, x) if name in POSITIONS else x
+        # `jnp.asarray` would return the same array, but takes ten times as long as this type check
+        arrays[name] = x if isinstance(x, ARRAYS) else jnp.asarray(x)
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    sinks, key_scale, value_scale = map(arrays.get, optional[:3])
+    q_positions, k_positions, block_table = map(arrays.get, POSITIONS)
     inputs = {"query": query, "key": key, "value": value}
     # a function, because formatting takes longer than all the checks of an eager call
     shapes = lambda: "shapes are " + ", ".join(f"{name} {x.shape}" for name, x in inputs.items())  # noqa: E731
@@ -359,33 +356,18 @@ def check_call(
         raise ValueError(f"broadcast_dropout is {broadcast_dropout!r}: must be True or False")
     rate = exact_rate(dropout_rate) if dropout_rate else 0.0
     return AttentionCall(
-        query=query,
-        key=key,
-        value=value,
+        **arrays,
         mask=mask,
         bias=bias,
-        sinks=sinks,
         scale=scale,
         scale_array=scale_array,
         softcap=None if softcap is None else float(softcap),
-        q_positions=q_positions,
-        k_positions=k_positions,
         dropout_rate=rate,
         dropout_key=dropout_key if rate else None,
         broadcast_dropout=bool(broadcast_dropout and rate),
         return_lse=return_lse,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        block_table=block_table,
         shared=shared,
     )
-
-
-def as_array(x: Shaped) -> jax.Array:
-    """Convert an argument to an array, except a `jax.ShapeDtypeStruct`."""
-    # `jnp.asarray` would return the same array, but takes ten times as long as this type check
-    array: Any = x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
-    return array
 
 
 def _check_bias(
@@ -408,14 +390,14 @@ def _check_bias(
             jax.ShapeDtypeStruct((1, n), jnp.int32) if p is None else p
             for p, n in ((q_positions, full[2]), (k_positions, full[3]))
         ]
-        array: Shaped = bias_shape(bias, *positions)
+        array: Any = bias_shape(bias, *positions)
     elif callable(bias):
         raise ValueError(
             f"bias is a function: must be an array or a value with the method materialize("
             f"q_positions, k_positions), in a class under {_DECORATORS}"
         )
     else:
-        bias = array = as_array(bias)
+        bias = array = bias if isinstance(bias, ARRAYS) else jnp.asarray(bias)
     # broadcast from the right, as NumPy does
     pairs = zip(array.shape[::-1], full[::-1], strict=False)
     if len(array.shape) > 4 or any(n not in (1, size) for n, size in pairs):
@@ -424,9 +406,10 @@ def _check_bias(
     if not _floating(array):
         raise ValueError(f"bias is {array.dtype}: must be floating-point; to hide keys, use a mask")
     shape = (1,) * (4 - len(array.shape)) + array.shape
-    if isinstance(bias, jax.ShapeDtypeStruct):
-        return as_array(jax.ShapeDtypeStruct(shape, bias.dtype))
-    return bias if isinstance(bias, Bias) else bias.reshape(shape)
+    if isinstance(bias, Bias):
+        return bias
+    shaped: Any = jax.ShapeDtypeStruct(shape, array.dtype)
+    return shaped if isinstance(bias, jax.ShapeDtypeStruct) else bias.reshape(shape)
 
 
 _DECORATORS = "@jax.tree_util.register_dataclass and @dataclass(frozen=True)"

@@ -61,20 +61,19 @@ class BlockPlan:
         return BlockPlan(first, self.block_q, self.block_k)
 
     def key_tiles(self) -> TileLists:
-        """List the key tiles that each query tile visits, [.., nQ, nK], with full tiles first."""
-        return lists_of(self.classes)
+        """List the key tiles that each query tile visits, [.., nQ, nK], with full tiles first.
+
+        The lists are constants if the classes are not traced.
+        """
+        if traced(self.classes):
+            return tile_lists(self.classes)
+        with eagerly(self.classes):
+            return jax.device_put(tile_lists(np.asarray(self.classes)))
 
     def query_tiles(self) -> TileLists:
         """List the query tiles that visit each key tile, [.., nK, nQ], with full tiles first."""
-        return lists_of(self.classes.swapaxes(-1, -2))
-
-
-def lists_of(classes: Array) -> TileLists:
-    """Return the `tile_lists` of classes, as constants if the classes are not traced."""
-    if traced(classes):
-        return tile_lists(classes)
-    with eagerly(classes):
-        return jax.device_put(tile_lists(np.asarray(classes)))
+        turned = BlockPlan(self.classes.swapaxes(-1, -2), self.block_k, self.block_q)
+        return turned.key_tiles()
 
 
 @value_class

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.attention.arguments import (
-    AttentionCall,
-    Implementation,
-    Plan,
-    as_array,
-    bias_shape,
-)
+from transformer_jax.attention.arguments import AttentionCall, Implementation, Plan, bias_shape
 from transformer_jax.attention.biases import ALiBi, Bias
 from transformer_jax.attention.block_plan import pad
 from transformer_jax.attention.blockwise.core import scaled
@@ -96,19 +91,19 @@ class Pallas(Implementation):
         by_array = call.scale_array is not None
         if by_array:
             inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
-            found = jax.eval_shape(partial(_with_scale, where), *inputs, jnp.float32(1))
-            query, key, value = map(as_array, found)
+            found: Any = jax.eval_shape(partial(_with_scale, where), *inputs, jnp.float32(1))
+            query, key, value = found
         # the kernels read the slopes of ALiBi instead of an array
         if isinstance(bias, Bias) and not isinstance(bias, ALiBi):
             if not self.evaluates_biases:
                 return f"supports only an array or ALiBi as a bias, not {type(bias).__name__}"
-            array = bias_shape(bias, *plain.positions())
+            array: Any = bias_shape(bias, *plain.positions())
             if 4 * array.size > MOST_BIAS:
                 gib = f"{4 * array.size / 2**30:.1f} GiB"
                 return (
                     f"evaluates {type(bias).__name__} to an array of {gib}: must be at most 1 GiB"
                 )
-            bias = as_array(array)
+            bias = array
         if bias is not None and str(getattr(bias, "dtype", "")) == "float64":
             return "computes in float32, but the bias is float64"
         if call.mask is not None and (reason := refuse_mask(call.mask)) is not None:
@@ -126,7 +121,11 @@ class Pallas(Implementation):
         def tiles(page: int | None) -> dict[Kind, Blocks]:
             # the kernel for few queries does not support differentiation
             few = T * group <= backend.decode_rows and call.dropout_rate == 0
-            run = chips.kinds(self.single_pass, few, by_rows)
+            gradients: list[Kind] = ["single_pass"] if self.single_pass else ["dq", "dkdv"]
+            if by_rows:
+                gradients = ["single_pass_rows"]
+            run: list[Kind] = ["forward", *gradients, "bias"]
+            run += ["decode"] if few else []
             sizes = H, Hv, query.dtype.itemsize, T, S, K, page
             found = {kind: chips.blocks(where, kind, *sizes) for kind in run}
             if few and backend.list_bytes is not None:
@@ -304,9 +303,10 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
         # results are discarded
         q_vectors = tuple(pad(x, 1, padded_T, 0) for x in vectors.q)
         k_vectors = tuple(pad(x, 1, padded_S, -1 if i == 0 else 0) for i, x in enumerate(vectors.k))
-        pairs = vectors.pairs()
-        if pairs is not None:
-            pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
+        pairs = None
+        if vectors.matrices:  # packed into the bits of one matrix
+            bits = (matrix.astype(jnp.int8) << bit for bit, matrix in enumerate(vectors.matrices))
+            pairs = pad(pad(reduce(jnp.bitwise_or, bits), 2, padded_T, 0), 3, padded_S, 0)
         if plan.packs:  # one tile contains all queries
             blocks = {kind: replace(b, q=padded_T) for kind, b in blocks.items()}
         plans = {}

@@ -52,6 +52,8 @@ class Mask:
     __slots__ = ()
     is_foreign: ClassVar[bool] = True
     """Whether `sees` may call code from outside this library."""
+    reads_pairs: ClassVar[bool] = False
+    """Whether a kernel needs one integer per pair for this mask."""
 
     # Methods that custom masks implement or override
 
@@ -118,11 +120,6 @@ class Mask:
         """
 
     # Methods that follow from those above
-
-    @property
-    def reads_pairs(self) -> bool:
-        """Whether a kernel needs one integer per pair for this mask."""
-        return False
 
     def part(self, first: Pair, full: tuple[int, int], size: tuple[int, int]) -> Mask:
         """Return the part of the mask for some of the batch rows and heads.
@@ -495,10 +492,11 @@ def refuse_mask(mask: Mask) -> str | None:
 
     `MaskVectors` may still reject the mask later, when it is traced with the arrays of the call.
     """
-    matrices = sum(node.reads_pairs for node in nodes(mask))
+    parts = list(nodes(mask))
+    matrices = sum(part.reads_pairs for part in parts)
     if matrices > MATRICES:
         return f"supports at most {MATRICES} Dense masks, not {matrices}"
-    if not mask.calls_user_code:
+    if not any(type(part).is_foreign for part in parts):
         return None
     at = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 

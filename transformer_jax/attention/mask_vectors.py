@@ -144,18 +144,16 @@ class MaskVectors:
         if side == "pair":
             some, every = tiles.pairs(self.matrices[index])
             return every.astype(np.int32), some.astype(np.int32)
-        return tiles.range(side, _known_first((self.q if side == "q" else self.k)[index]))
+        vector = (self.q if side == "q" else self.k)[index]
+        # known values become NumPy arrays, so that nothing is compiled
+        return tiles.range(side, concrete_value(vector, vector))
 
     def block_plan(self, block_q: int, block_k: int) -> BlockPlan:
         """Classify the tiles of fused kernels by the program's bounds in each tile."""
-        tiles = Tiles(_known_first(self.q[0]), _known_first(self.k[0]), block_q, block_k)
+        q, k = (concrete_value(x[0], x[0]) for x in (self.q, self.k))
+        tiles = Tiles(q, k, block_q, block_k)
         every, some = self.visible.bounds(functools.partial(self.range_of, tiles))
         return BlockPlan(tiles.classes(some != 0, every != 0), block_q, block_k)
-
-    def pairs(self) -> jax.Array | None:  # i8[B or 1, N or 1, T, S]
-        """Pack the matrices into the bits of one matrix, or return None if there are none."""
-        bits = (matrix.astype(jnp.int8) << bit for bit, matrix in enumerate(self.matrices))
-        return functools.reduce(jnp.bitwise_or, bits) if self.matrices else None
 
     def _append(self, side: str, vector: Array) -> Program:
         vectors = self.q if side == "q" else self.k
@@ -311,9 +309,3 @@ def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
         return array
     lib = numpy_or_jax(array)
     return lib.broadcast_to(array.reshape((*first, *(1,) * len(shape))), (*first, *shape))
-
-
-def _known_first(x: Array) -> Array:
-    """Convert an array to NumPy if its values are known, so that nothing is compiled."""
-    known = concrete_value(x)
-    return x if known is None else known

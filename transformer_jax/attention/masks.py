@@ -322,7 +322,7 @@ class Dense(_BuiltinMask):
         return (1, 1) if len(self.array.shape) == 2 else (self.array.shape[0], self.array.shape[1])
 
     @property
-    def reads_pairs(self) -> bool:
+    def reads_pairs(self) -> bool:  # type: ignore[override]
         # without a head axis, an array of one row or column is a vector of keys or queries
         return self.lead[1] != 1 or 1 not in self.array.shape[-2:]
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from transformer_jax.attention.arguments import AttentionCall, Implementation
+from transformer_jax.attention.arguments import AttentionCall, Implementation, Plan
 from transformer_jax.attention.biases import Bias
 from transformer_jax.checks import largest
 from transformer_jax.kernels.dropout import keep
@@ -100,9 +100,9 @@ class Nonfinite(NamedTuple):
 class Xla(Implementation):
     """Reference implementation, which supports all options and derivatives in O(T S) memory."""
 
-    def refuse(self, call: AttentionCall) -> str | None:
-        """Return None, because the reference supports every call."""
-        return None
+    def plan(self, call: AttentionCall) -> Plan:
+        """Return the default plan, because the reference supports every call."""
+        return Plan()
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
@@ -126,7 +126,13 @@ def reference_weights(call: AttentionCall) -> jax.Array:  # f32[B, N, T, S]
 
 def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
     """Return the softmax of the scores, and the value with nonfinite rows replaced by zeros."""
-    visible = see(call)
+    visible = None  # every query sees every key; otherwise, bool[B or 1, N or 1, T or 1, S]
+    if call.mask is not None or call.k_positions is not None:
+        q, k = call.positions()
+        visible = None if call.mask is None else call.mask.allows(q, k)
+        if call.k_positions is not None:  # a key at a negative position is an empty slot
+            used = (k >= 0)[:, None, None, :]
+            visible = used if visible is None else visible & used
     bias = call.bias.materialize(*call.positions()) if isinstance(call.bias, Bias) else call.bias
     query, key, value, nonfinite = clean(visible, call.query, call.key, call.value)
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
@@ -145,17 +151,6 @@ def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
     if bias is not None:
         scores = scores + bias.astype(scores.dtype)
     return softmax(scores, visible, nonfinite, call.sinks), value
-
-
-def see(call: AttentionCall) -> jax.Array | None:  # bool[B or 1, N or 1, T or 1, S]
-    """Return the pairs that the mask allows, or None if every query sees every key."""
-    if call.mask is None and call.k_positions is None:
-        return None
-    q, k = call.positions()
-    if call.mask is None:
-        return (k >= 0)[:, None, None, :]
-    visible = call.mask.allows(q, k)
-    return visible if call.k_positions is None else visible & (k >= 0)[:, None, None, :]
 
 
 def finite_rows(x: jax.Array) -> jax.Array:  # [..., H] to bool[...]

@@ -18,7 +18,7 @@ from transformer_jax.config import TrainConfig
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.models.module import Watched
-from transformer_jax.programs import brings_code, disturbed
+from transformer_jax.programs import retraces
 from transformer_jax.pytree import PyTree
 from transformer_jax.training.adapting import adapted_loss, fresh_adapters
 from transformer_jax.training.batch import batch_loss, batch_scores, identity
@@ -98,7 +98,7 @@ def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
         x.name: x.default for x in fields(config) if x.name in others
     }
     numerics = replace(config, **defaults)
-    if task.learner is None and not disturbed() and not brings_code((numerics, task.prepare)):
+    if task.learner is None and not retraces(dict(numerics=numerics, prepare=task.prepare)):
         settings = trace_context(), Watched.replaced
         return config, cached_programs(numerics, task.prepare, settings)
     return config, make_programs(numerics, task.prepare, task.learner)

@@ -17,7 +17,7 @@ from einops import rearrange
 from jax import lax
 
 from transformer_jax.attention.arguments import AttentionCall
-from transformer_jax.attention.block_plan import PARTIAL, TileLists, lists_of, pad
+from transformer_jax.attention.block_plan import PARTIAL, BlockPlan, TileLists, pad
 from transformer_jax.attention.masks import Everything
 from transformer_jax.kernels.contract import Index
 from transformer_jax.kernels.dropout import keep
@@ -109,7 +109,8 @@ def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
         # if the class of a tile differs within a group, the tile is partial for the whole group
         low, high = shares.min(axis=-1), shares.max(axis=-1)
         same = (low == high).astype(low.dtype)
-        return lists_of(low * same + PARTIAL * (1 - same))
+        classes = low * same + PARTIAL * (1 - same)
+        return BlockPlan(classes, sizes.block_q, sizes.block_k).key_tiles()
 
 
 # Data of a tile
