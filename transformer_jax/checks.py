@@ -16,12 +16,8 @@ Integers = TypeVar("Integers", bound=jax.Array | np.ndarray | jax.ShapeDtypeStru
 INT32 = np.iinfo(np.int32)
 
 
-def check_positions(
-    shape: tuple[int, ...], positions: jax.Array | None
-) -> jax.Array | None:  # i32[B, T]
+def check_positions(shape: tuple[int, ...], positions: jax.Array) -> jax.Array:  # i32[B, T]
     """Return positions as int32; raise ValueError unless they are integers with the given shape."""
-    if positions is None:
-        return None
     check_array("positions", positions, "[B, T]")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"positions are {positions.dtype}: must be integers")

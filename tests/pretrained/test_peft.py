@@ -4,6 +4,7 @@ Requires torch, transformers, and peft.
 """
 
 import warnings
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +117,7 @@ def test_adapters_saved_by_peft_match_when_loaded(family, tmp_path, scan, layers
                 weight.normal_(std=0.1)
     adapted.save_pretrained(tmp_path)
     params = stack_layers(params) if scan else params
-    config = ModelConfig(**{**vars(config), "scan_layers": scan})
+    config = replace(config, scan_layers=scan)
     lora, adapters = load_lora(tmp_path, params, names)
     wanted = ("down", "key", "query", "value") if fused else ("down", "out", "query", "value")
     assert (lora.rank, lora.alpha, lora.rslora) == (4, 6.0, scan)

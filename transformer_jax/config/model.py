@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from transformer_jax.config.architectures import Ability, AnyModelConfig, Shape
@@ -344,7 +345,9 @@ class ModelConfig(AnyModelConfig):
         # a loss in chunks multiplies by the output matrix outside the model
         return super().supports(ability) and not (self.invariant and ability == "output_layer")
 
-    @property
+    # the cached properties are read by every layer in every trace
+
+    @cached_property
     def attention_implementation(self) -> str | None:
         """Implementation that the blocks pass to `dot_product_attention`."""
         return "invariant" if self.invariant else self.implementation
@@ -373,7 +376,7 @@ class ModelConfig(AnyModelConfig):
         table = "tokens" if self.source_vocab_size is None else "source_tokens"
         return None if self.inputs is not None else params["embed"][table]
 
-    @property
+    @cached_property
     def embedding_width(self) -> int:
         return self.d_model if self.embedding_dim is None else self.embedding_dim
 
@@ -383,12 +386,12 @@ class ModelConfig(AnyModelConfig):
         narrow = self.embedding_dim is not None and not self.masked_token_head
         return self.kind != "encoder" or (self.inputs is None and not narrow)
 
-    @property
+    @cached_property
     def is_parallel(self) -> bool:
         """Whether all branches of a block read the input of the block."""
         return self.norm_order in ("parallel", "parallel_shared")
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """Return the pattern of windows, where layer i has the window windows[i % len(windows)]."""
         return self.window if isinstance(self.window, tuple) else (self.window,)
@@ -399,19 +402,19 @@ class ModelConfig(AnyModelConfig):
         reads = self.num_classes is not None and self.classes_of == "text"
         return "tanh" if self.pooler is None and reads else self.pooler
 
-    @property
+    @cached_property
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
-    @property
+    @cached_property
     def key_dim(self) -> int:
         return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
 
-    @property
+    @cached_property
     def value_dim(self) -> int:
         return self.key_dim if self.value_head_dim is None else self.value_head_dim
 
-    @property
+    @cached_property
     def ff_dim(self) -> int:
         return 4 * self.d_model if self.d_ff is None else self.d_ff
 

@@ -135,8 +135,8 @@ class CheckedModule(Module, kw_only=True):
             known -= (
                 {"capture"} if options else set()
             )  # only `encode` itself returns captured values
-            if not every or options:
-                unknown = {x: value for x, value in arguments.items() if x not in known}
+            unknown = {x: value for x, value in arguments.items() if x not in known}
+            if unknown and (not every or options):
                 refuse_keywords(called, unknown, [*known, "method"], "apply")
         flax = dict(rngs=rngs, mutable=mutable, capture_intermediates=capture_intermediates)
         return super().apply(variables, *args, method=method, **flax, **arguments)
@@ -213,17 +213,19 @@ def positions_and_masks(
     The positions are i32[B, T] or [T]. With segments, they start at 0 in each document. Each mask
     combines `mask` with one window, the sink tokens and the segments.
     """
-    positions = check_positions(shape, positions)
-    # with segments, each document starts at 0, so a row may be longer than the position table
-    if isinstance(config.positions, Learned) and positions is None and segments is None:
-        if are_concrete(shape[1]) and shape[1] > config.max_len:
+    if positions is not None:
+        token_positions = positions = check_positions(shape, positions)
+    else:
+        # with segments, each document starts at 0, so a row may be longer than the position table
+        limited = isinstance(config.positions, Learned) and segments is None
+        if limited and are_concrete(shape[1]) and shape[1] > config.max_len:
             raise ValueError(
                 f"tokens have length {shape[1]}: must be at most max_len, {config.max_len}"
             )
-    if mask is not None and positions is None:
-        check_mask(mask, shape[0], config.num_heads, shape[1], shape[1])
-    # [T] if all rows have the same positions, so that angles are computed once instead of per row
-    token_positions = jnp.arange(shape[1]) if positions is None else positions
+        if mask is not None:
+            check_mask(mask, shape[0], config.num_heads, shape[1], shape[1])
+        # [T], because all rows have the same positions, so that angles are computed only once
+        token_positions = jnp.arange(shape[1])
     sinks: Mask | None = None
     if config.sink_tokens:
         sinks = Prefix(np.full(1, config.sink_tokens, np.int32))  # type: ignore[arg-type]
@@ -288,9 +290,10 @@ def check_cache_room(
     to NaN. A ring ends only at position 2^31 - 1.
     """
     check_cache(config, cache, tokens, is_cross)
-    positions = check_positions(tokens.shape, positions)
     if positions is None:
         positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
+    else:
+        positions = check_positions(tokens.shape, positions)
     limit = max_positions(config, cache)
     if limit is None:
         return refuse_past_int32(positions)

@@ -38,7 +38,7 @@ from transformer_jax.models.layers import (
     refuse_surplus,
 )
 from transformer_jax.models.module import Module
-from transformer_jax.models.ops import layer_norm, rms_norm
+from transformer_jax.models.ops import norm
 from transformer_jax.models.places import (
     NOWHERE,
     BlockEdit,
@@ -174,16 +174,18 @@ class Attention(Module):
         cfg = self.config
         if cfg.qk_norm:
             scale = self.query_scale if name == "query" else self.key_scale
-            kind = layer_norm if cfg.qk_norm_kind == "layernorm" else rms_norm
-            norm = partial(kind, eps=cfg.norm_eps, invariant=cfg.invariant)
+            centred = cfg.qk_norm_kind == "layernorm"
+            normed = partial(
+                norm, bias=None, eps=cfg.norm_eps, centred=centred, invariant=cfg.invariant
+            )
             if cfg.qk_norm_over == "head":
-                x = norm(x, scale)
+                x = normed(x, scale)
             elif cfg.qk_norm_over == "own_head":
                 # in Cohere, each head has its own scale, which `norm` cannot apply
-                x = (norm(x.astype(F32)) * scale[None, None]).astype(x.dtype)
+                x = (normed(x.astype(F32), None) * scale[None, None]).astype(x.dtype)
             else:
                 # OLMo 2 normalizes all heads together, before splitting them
-                x = norm(rearrange(x, "B T N H -> B T (N H)"), scale).reshape(x.shape)
+                x = normed(rearrange(x, "B T N H -> B T (N H)"), scale).reshape(x.shape)
         if self.rope is not None:
             assert positions is not None
             return pos.apply_rope(x, positions, self.rope)

@@ -86,8 +86,10 @@ class InputLayer(Module):
         """Return one vector per token. Values in padding do not affect other tokens."""
         inputs, cfg = self.config.inputs, self.config
         assert inputs is not None
+        if positions is not None:
+            length = inputs.num_tokens() if isinstance(inputs, Patches) else x.shape[1]
+            positions = check_positions((x.shape[0], length), positions)
         if isinstance(inputs, Patches):
-            positions = check_positions((x.shape[0], inputs.num_tokens()), positions)
             # split images into square patches of size P, in row-major order: [B, Y X, P, P, C]
             pattern, P = "B (Y P) (X Q) C -> B (Y X) P Q C", inputs.size
             x = by_compiler(lambda x: rearrange(x, pattern, P=P, Q=P), [x], split(x, slice(1)))
@@ -104,7 +106,7 @@ class InputLayer(Module):
 
                 x = by_compiler(put_first, [first, x], split(x))
         elif isinstance(inputs, Frames):
-            positions, counts = check_positions(x.shape[:2], positions), None
+            counts = None
             if positions is not None:
                 x, counts = frames_to_front(x, positions), (positions >= 0).sum(axis=1)
             for i in range(inputs.layers):
@@ -117,7 +119,6 @@ class InputLayer(Module):
                 windows = strided_windows(x, inputs.kernel, inputs.stride)
                 x = activate(self._linear(windows, f"conv_{i}", contract=2), "gelu")
         else:
-            positions = check_positions(x.shape[:2], positions)
             x = self._linear(_without_padding(x, positions), "projection")
         refuse_surplus(self)
         return x

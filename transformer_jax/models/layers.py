@@ -123,14 +123,11 @@ class Norm(Module):
             refuse_surplus(self)
             return x
         scale = norm_scale(self, "scale", cfg, x.shape[-1])
-        if cfg.norm == "rmsnorm":
-            refuse_surplus(self)
-            return ops.rms_norm(x, scale, cfg.norm_eps, invariant=cfg.invariant)
-        bias = None
-        if cfg.use_bias:
+        centred, bias = cfg.norm == "layernorm", None
+        if centred and cfg.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, (x.shape[-1],))
         refuse_surplus(self)
-        return ops.layer_norm(x, scale, bias, cfg.norm_eps, invariant=cfg.invariant)
+        return ops.norm(x, scale, bias, cfg.norm_eps, centred=centred, invariant=cfg.invariant)
 
 
 def norm_scale(module: nn.Module, name: str, config: ModelConfig, *shape: int) -> jax.Array:

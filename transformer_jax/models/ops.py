@@ -46,7 +46,8 @@ def layer_norm(
     Raises:
         ValueError: If the shapes do not match.
     """
-    return _norm(x, scale, bias, eps, centred=True, invariant=invariant)
+    _check_norm(x, scale=scale, bias=bias)
+    return norm(x, scale, bias, eps, centred=True, invariant=invariant)
 
 
 def rms_norm(
@@ -69,21 +70,13 @@ def rms_norm(
     Raises:
         ValueError: If the shapes do not match.
     """
-    return _norm(x, scale, None, eps, centred=False, invariant=invariant)
+    _check_norm(x, scale=scale)
+    return norm(x, scale, None, eps, centred=False, invariant=invariant)
 
 
-def _norm(
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    eps: float,
-    *,
-    centred: bool,
-    invariant: bool = False,
-    native: bool = True,
-) -> jax.Array:
+def _check_norm(x: jax.Array, **parameters: jax.Array | None) -> None:
     check_array("x", x, "[..., D]")
-    for name, value in (("scale", scale), ("bias", bias)):
+    for name, value in parameters.items():
         if value is None:
             continue
         check_array(name, value, "[D]")
@@ -91,6 +84,18 @@ def _norm(
             rule = f"must be {x.shape[-1:]}, [D] of x, or a scalar"
             raise ValueError(f"{name} has shape {value.shape}: {rule}")
 
+
+def norm(
+    x: jax.Array,  # [..., D]
+    scale: jax.Array | None,  # [D]
+    bias: jax.Array | None,  # [D]
+    eps: float,
+    *,
+    centred: bool,
+    invariant: bool = False,
+    native: bool = True,
+) -> jax.Array:
+    """Return `layer_norm` if `centred` is true, and otherwise `rms_norm`, without checks."""
     y, rows, width = x.astype(F32), math.prod(x.shape[:-1]), x.shape[-1]
     if invariant:
         pair = 1.0 if scale is None else scale, 0.0 if bias is None else bias
@@ -98,10 +103,10 @@ def _norm(
         y = norms.fixed_norm(eps, centred, y.reshape(rows, width), *more)
         return y.reshape(x.shape).astype(x.dtype)
     if explicit_mesh(x, scale, bias) is not None:
-        norm = partial(_norm, eps=eps, centred=centred)
-        return by_compiler(norm, [x, scale, bias], split(x))
+        one = partial(norm, eps=eps, centred=centred)
+        return by_compiler(one, [x, scale, bias], split(x))
     if native and norms.takes(rows, width, eps, scale, bias):
-        elsewhere = partial(_norm, eps=eps, centred=centred, native=False)
+        elsewhere = partial(norm, eps=eps, centred=centred, native=False)
         y = y.reshape(rows, width)
         y = norms.norm(y, scale, bias, eps, centred=centred, elsewhere=elsewhere)
         return y.reshape(x.shape).astype(x.dtype)

@@ -20,6 +20,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -103,7 +104,7 @@ def generators(n: int, window: int, width: int) -> list[Callable[[], Any]]:
 
     calls.append(lambda: without(params))
     for size in (None, window):
-        model = build(ModelConfig(**{**vars(config), "window": size}))
+        model = build(replace(config, window=size))
         capacity = n + 1 if size is None else size
 
         # default values are evaluated now, but variables of the loop would be read in the call
