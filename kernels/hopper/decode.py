@@ -33,7 +33,7 @@ from jax import lax
 from transformer_jax.kernels.contract import LOWEST, Blocks, Index, Operands, Problem, TileLists
 from transformer_jax.kernels.hopper.producer import wait_from
 from transformer_jax.kernels.hopper.products import add_products, opaque, product
-from transformer_jax.kernels.hopper.programs import each_item, launch, most_programs, specialize
+from transformer_jax.kernels.hopper.programs import PROGRAMS, each_item, launch, specialize
 from transformer_jax.kernels.nvidia.decode_rows import (
     as_rows,
     columns_at_once,
@@ -89,7 +89,7 @@ def decode(
             v_wide=tile_slots(consumers, ROWS, Hv, dtype),
         )
         blocks = dataclasses.replace(blocks, stages=2 * (blocks.stages - 1))
-    parts = key_parts(B * K, -(-operands.keys // blocks.k), most_programs(problem))
+    parts = key_parts(B * K, -(-operands.keys // blocks.k), problem.processors or PROGRAMS)
     sums, slots = B * K * parts * consumers, blocks.stages * consumers
     packed = as_rows(operands)._replace(sinks=None)
     lists = lists_of_key_heads(operands, lists)

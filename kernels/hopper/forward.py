@@ -133,9 +133,6 @@ def _forward(
     vectors = tile_vectors(problem, operands)
     consumers = blocks.q // ROWS
 
-    def produce() -> None:
-        walk.produce(blocks, lists, operands, vectors)
-
     def consume(w: jax.Array) -> None:
         consumer = _Consumer(
             problem, blocks, lists, operands, vectors, walk, turn, out_tile,
@@ -149,6 +146,7 @@ def _forward(
         if consumers == 2:
             pl.when(w == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
 
+    produce = functools.partial(walk.produce, blocks, lists, operands, vectors)
     specialize(consumers, produce, consume)
 
 

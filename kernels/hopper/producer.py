@@ -69,9 +69,6 @@ class QueryWalk(NamedTuple):
             done, step = carry
             seen = at(lists.seen, b, n, row)[...]
 
-            def tile_of(j: Index) -> jax.Array:
-                return at(lists.order, b, n, row, j)[...]
-
             def copy_keys(tile: Index, step: Index) -> None:
                 # written as a product, so that the compiler knows that the tile size divides it
                 start = tile * blocks.k
@@ -81,38 +78,32 @@ class QueryWalk(NamedTuple):
                 plgpu.copy_gmem_to_smem(k, self.k_tile.at[slot], self.k_full.at[slot])
                 vectors.copy(self.columns, slot, self.k_full.at[slot], b, start)
 
-            def copy_values(tile: Index, step: Index) -> None:
-                keys, slot = pl.ds(tile * blocks.k, blocks.k), slot_of(step, value_slots)
-                wait_from(value_slots, step, self.v_empty.at[slot])
-                v: Ref = operands.value.at[b, keys, n // (N // K)]
-                plgpu.copy_gmem_to_smem(v, self.v_tile.at[slot], self.v_full.at[slot])
-
-            def copy_queries() -> None:
-                consumers, rows, _ = self.q_tile.shape
-                for w in range(consumers):
-                    pl.when(done > 0)(functools.partial(plgpu.barrier_wait, self.q_empty.at[w]))
-                    queries = b, pl.ds(row * blocks.q + w * rows, rows), n
-                    for source, tile in staying:
-                        plgpu.copy_gmem_to_smem(source.at[queries], tile.at[w], self.q_full.at[w])
-
             def copy_tile(
                 j: Index, carry: tuple[jax.Array, jax.Array]
             ) -> tuple[jax.Array, jax.Array]:
                 step, this = carry
-                following = tile_of(jnp.minimum(j + 1, seen - 1))
+                following = at(lists.order, b, n, row, jnp.minimum(j + 1, seen - 1))[...]
                 next_keys = functools.partial(copy_keys, following, step + 1)
                 if keys_lead:
                     pl.when(j + 1 < seen)(next_keys)
-                copy_values(this, step)
+                keys, slot = pl.ds(this * blocks.k, blocks.k), slot_of(step, value_slots)
+                wait_from(value_slots, step, self.v_empty.at[slot])
+                v: Ref = operands.value.at[b, keys, n // (N // K)]
+                plgpu.copy_gmem_to_smem(v, self.v_tile.at[slot], self.v_full.at[slot])
                 if not keys_lead:
                     pl.when(j + 1 < seen)(next_keys)
                 return step + 1, following
 
             # start copying the first keys before waiting for the slot of the queries, which the
             # previous item occupies until its last product with keys
-            this = tile_of(jnp.int32(0))
+            this = at(lists.order, b, n, row, jnp.int32(0))[...]
             pl.when(seen > 0)(functools.partial(copy_keys, this, step))
-            copy_queries()
+            consumers, rows, _ = self.q_tile.shape
+            for w in range(consumers):
+                pl.when(done > 0)(functools.partial(plgpu.barrier_wait, self.q_empty.at[w]))
+                queries = b, pl.ds(row * blocks.q + w * rows, rows), n
+                for source, tile in staying:
+                    plgpu.copy_gmem_to_smem(source.at[queries], tile.at[w], self.q_full.at[w])
             step, _ = lax.fori_loop(0, seen, copy_tile, (step, this))
             return done + 1, step
 

@@ -17,14 +17,9 @@ from transformer_jax.kernels.nvidia.memory import i32
 from transformer_jax.kernels.nvidia.schedule import name_of
 from transformer_jax.kernels.sharding import vary
 
-PROGRAMS = HOPPER_PROCESSORS  # number of resident programs on an unknown chip
+PROGRAMS = HOPPER_PROCESSORS  # resident programs on an unknown chip, one per multiprocessor
 
 Carry = TypeVar("Carry")
-
-
-def most_programs(problem: Problem) -> int:
-    """Return the maximum number of programs in a kernel, which is one per multiprocessor."""
-    return problem.processors or PROGRAMS
 
 
 def each_item(total: int, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
@@ -35,12 +30,9 @@ def each_item(total: int, body: Callable[[jax.Array, Carry], Carry], carry: Carr
     def position(turn: jax.Array) -> jax.Array:
         return turn * programs + jnp.where(turn % 2 == 0, program, programs - 1 - program)
 
-    def step(turn: jax.Array, carry: Carry) -> Carry:
-        return body(position(turn), carry)
-
     full = total // programs
     mine = full + (position(jnp.int32(full)) < total).astype(i32)
-    return lax.fori_loop(0, mine, step, carry)
+    return lax.fori_loop(0, mine, lambda turn, carry: body(position(turn), carry), carry)
 
 
 def launch(
@@ -65,7 +57,7 @@ def launch(
     interpret = {"interpret": problem.interpret} if problem.interpret else {}
     kernel = plgpu.kernel(
         body,
-        grid=(min(items, most_programs(problem)),),
+        grid=(min(items, problem.processors or PROGRAMS),),
         grid_names=("program",),
         num_threads=consumers + 1,
         thread_name="warpgroup",

@@ -128,9 +128,7 @@ def by_queries_of_key_heads(
     (B, _, N, _), K = operands.query.shape, operands.key.shape[2]
     G = N // K
     refuse_long(lists)
-    walk = _Walk(
-        (B, K), (G,), lambda b, h, g: (b, h * G + g), flatten(lists), blocks, G, sharers_first=True
-    )
+    walk = _Walk((B, K), (G,), lambda b, h, g: (b, h * G + g), flatten(lists), blocks, G, axis=3)
     return _run(name, kernel, problem, operands, saved, walk, writes, scratch)
 
 
@@ -207,18 +205,14 @@ class _Walk:
     blocks: Blocks
     group: int
     keys_as_rows: bool = False
-    sharers_first: bool = False
-    """Whether a sharer makes all its visits before the next sharer, instead of taking turns."""
-
-    @property
-    def axis(self) -> int:
-        """Grid axis of the visits."""
-        return 3 if self.sharers_first else 2
+    axis: Literal[2, 3] = 2
+    """Grid axis of the visits. The sharers are the other one: with 2, they take turns, and with 3,
+    a sharer makes all its visits before the next sharer."""
 
     def line(self, ids: Sequence[Index]) -> Index:
         """Return the offset of a list in the flattened visits."""
         batch, lists, size = self.visits.numbers.shape
-        head = ids[1] * self.sharers[0] + ids[2] if self.sharers_first else ids[1]
+        head = ids[1] * self.sharers[0] + ids[2] if self.axis == 3 else ids[1]
         return ((ids[0] if batch > 1 else 0) * lists + (head if lists > 1 else 0)) * size
 
     def tile(self, ids: Sequence[Index], numbers: Ref) -> tuple[Index, Index, Index, Index]:
@@ -283,7 +277,7 @@ def _run(
         aliases = {len(tables) + len(jax.tree.leaves(arrays)): 0}
     # the axis of visits is as long as the longest list, which is known only at run time
     later = *walk.sharers, walk.visits.longest
-    grid: tuple[Any, ...] = *walk.lead, *(later if walk.sharers_first else later[::-1])
+    grid: tuple[Any, ...] = *walk.lead, *(later if walk.axis == 3 else later[::-1])
     N, blocks, packing = operands.query.shape[2], walk.blocks, walk.visits.packing
     bias_shape = (0, 0) if operands.bias is None else operands.bias.shape[2:]
     result_of = packing.row if classes is None else packing.tile
@@ -305,7 +299,7 @@ def _run(
         for axis in {*range(2, len(grid))} - {walk.axis}:
             opens, closes = ids[axis] == 0, ids[axis] == pl.num_programs(axis) - 1
             begins, ends = begins & opens, ends & closes
-            if not walk.sharers_first:
+            if walk.axis == 2:
                 first, last = first & opens, last & closes
         kind = packing.unpack(here).tile_class
         if classes is not None:
@@ -339,7 +333,7 @@ def _run(
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics,
-            vmem_limit_bytes=TPU_VMEM_BYTES + TPU_SUM_BYTES * walk.sharers_first,
+            vmem_limit_bytes=TPU_VMEM_BYTES + TPU_SUM_BYTES * (walk.axis == 3),
         ),
         interpret=problem.interpret,
         name=name,

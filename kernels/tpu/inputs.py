@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from transformer_jax.kernels.contract import Operands, Residuals, Vectors
+from transformer_jax.kernels.contract import Operands, Residuals
 
 Field = Any
 """Array, its kind, or its tile in a kernel, or a tuple of these, or None."""
@@ -35,13 +35,6 @@ class TileInputs(NamedTuple):
 
 def tile_inputs(operands: Operands, saved: Residuals | None) -> tuple[TileInputs, TileInputs]:
     """Return the arrays in the layout that kernels use, and the kind of each array."""
-
-    def vectors(arrays: Vectors) -> Vectors:
-        return tuple(x[:, None, None] for x in arrays)
-
-    def rows(x: jax.Array) -> jax.Array:
-        return x[:, :, None]
-
     bias, kind = operands.bias, None
     if bias is not None:
         T, S = bias.shape[2:]
@@ -55,17 +48,17 @@ def tile_inputs(operands: Operands, saved: Residuals | None) -> tuple[TileInputs
         query=operands.query.swapaxes(1, 2),
         key=operands.key.swapaxes(1, 2),
         value=operands.value.swapaxes(1, 2),
-        q_vectors=vectors(operands.q_vectors),
-        k_vectors=vectors(operands.k_vectors),
+        q_vectors=tuple(x[:, None, None] for x in operands.q_vectors),
+        k_vectors=tuple(x[:, None, None] for x in operands.k_vectors),
         pairs=None if operands.pairs is None else operands.pairs.swapaxes(2, 3),
         bias=bias,
         slopes=None if operands.slopes is None else operands.slopes.reshape(-1),
         sinks=None if operands.sinks is None else operands.sinks.reshape(-1),
         dropout=None if words is None else (words[0].reshape(-1), words[1].reshape(-1)),
         do=None if saved is None else saved.do.swapaxes(1, 2),
-        row_max=None if saved is None else rows(saved.row_max),
-        log_sum=None if saved is None else rows(saved.log_sum),
-        D=None if saved is None else rows(saved.D),
+        row_max=None if saved is None else saved.row_max[:, :, None],
+        log_sum=None if saved is None else saved.log_sum[:, :, None],
+        D=None if saved is None else saved.D[:, :, None],
     )
     kinds = TileInputs(
         "query", "key", "key", "query row", "key row", "transposed pairs", kind,

@@ -72,10 +72,10 @@ def prepare(lists: TileLists) -> TileLists:
         # then everything below is in NumPy and becomes constants
         concrete: Any = map(np.asarray, lists[:3])
         lists = TileLists(*concrete)
-    numbers = _numbers(lists, 1)[:, :, None]
-    counts = _counts(lists, 1).sum(axis=-1, keepdims=True, dtype=np.int32)
-    order, full, seen = map(jnp.asarray, lists[:3])
-    return TileLists(order, full, seen, jnp.asarray(numbers), visit_counts=jnp.asarray(counts))
+    numbers, lengths = _visits(lists, 1)
+    arrays = map(jnp.asarray, (*lists[:3], numbers[:, :, None], lengths[..., None]))
+    order, full, seen, visits, counts = arrays
+    return TileLists(order, full, seen, visits, visit_counts=counts)
 
 
 def flatten(lists: TileLists, group: int = 1) -> VisitLists:
@@ -90,36 +90,32 @@ def flatten(lists: TileLists, group: int = 1) -> VisitLists:
     # `prepare` created these visits with the plan, but a group of heads needs another list
     if lists.visits is not None and lists.visit_counts is not None and heads == 1:
         return VisitLists(lists.visits[:, :, 0], lists.visit_counts.max(), packing)
-    longest = _counts(lists, heads).sum(axis=-1, dtype=np.int32).max()
-    return VisitLists(jnp.asarray(_numbers(lists, heads)), longest, packing)
+    numbers, lengths = _visits(lists, heads)
+    return VisitLists(jnp.asarray(numbers), lengths.max(), packing)
 
 
-def _by_row(
-    x: jax.Array, heads: int
-) -> jax.Array:  # [B, N, rows, ..] -> [B, N // heads, rows * heads, ..]
-    B, N, rows, *rest = x.shape
-    grouped = x.reshape(B, N // heads, heads, rows, *rest).swapaxes(2, 3)
-    return grouped.reshape(B, N // heads, rows * heads, *rest)
+def _visits(
+    lists: TileLists, heads: int
+) -> tuple[Array, Array]:  # i32[B or 1, N or 1 // heads, visits], i32[B or 1, N or 1 // heads]
+    """Return all visits in encoded form, and the length of each list of visits.
 
-
-def _counts(lists: TileLists, heads: int) -> jax.Array:  # i32[.., rows * heads]
-    """Return the number of visits per row and head, which is at least one for the first head."""
-    seen = _by_row(lists.seen, heads)
-    at_least = np.arange(seen.shape[2], dtype=np.int32) % heads == 0
-    xp: ModuleType = np if isinstance(seen, np.ndarray) else jnp
-    return xp.maximum(seen, at_least.astype(np.int32)[None, None])
-
-
-def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // heads, visits]
-    """Return all visits in encoded form, as NumPy arrays if the lists are NumPy arrays."""
-    order, full, seen = (_by_row(x, heads) for x in lists[:3])
-    B, number, lines, columns = order.shape
+    They are NumPy arrays if the lists are NumPy arrays.
+    """
+    B, N, rows, columns = lists.order.shape
+    number, lines = N // heads, rows * heads
+    # [B, N, rows, ..] -> [B, number, lines, ..]
+    split = (x.reshape(B, number, heads, rows, *x.shape[3:]).swapaxes(2, 3) for x in lists[:3])
+    order, full, seen = (x.reshape(B, number, lines, *x.shape[4:]) for x in split)
     line = np.arange(lines, dtype=np.int32)[None, None, :, None]
+    xp: ModuleType = np if isinstance(seen, np.ndarray) else jnp
+    # an empty row has one visit, by its first head
+    counts = xp.maximum(seen, (line % heads == 0)[..., 0].astype(np.int32))
+    lengths = counts.sum(axis=-1, dtype=np.int32)
     at = np.arange(columns, dtype=np.int32)[None, None, None]
     classes = (at < full[..., None]) * (FULL - PARTIAL) + (at < seen[..., None]) * PARTIAL
     packed = Packing(heads, columns).pack(line // heads, line % heads, order, classes)
     packed = packed.reshape(B * number, lines * columns).astype(np.int32)
-    counts = _counts(lists, heads).reshape(B * number, lines)  # length of each line
+    counts = counts.reshape(B * number, lines)  # length of each line
 
     # Concatenate the beginnings of all lines. Past its end, a list repeats its last visit with
     # class 0, so that the pipeline does not load any other tiles.
@@ -130,7 +126,8 @@ def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // he
         first = np.argsort(~valid, axis=1, stable=True)
         chosen = np.take_along_axis(first, np.minimum(turn, total - 1), axis=1)
         listed = np.take_along_axis(packed, chosen, axis=1)
-        return np.where(turn < total, listed, listed & ~3).reshape(B, number, lines * columns)
+        listed = np.where(turn < total, listed, listed & ~3)
+        return listed.reshape(B, number, lines * columns), lengths
     ends = jnp.cumsum(counts, axis=1, dtype=np.int32)
     totals = ends[:, -1:]
     step = jnp.arange(packed.shape[1], dtype=np.int32)[None]
@@ -145,4 +142,5 @@ def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // he
     ).astype(np.int32)
     starts = jnp.take_along_axis(ends - counts, row, axis=1)
     found = jnp.take_along_axis(packed, row * columns + place - starts, axis=1)
-    return jnp.where(step < totals, found, found & ~3).reshape(B, number, lines * columns)
+    found = jnp.where(step < totals, found, found & ~3)
+    return found.reshape(B, number, lines * columns), lengths

@@ -116,37 +116,33 @@ class Pallas(Implementation):
             return reason
 
         (B, T, N, S), (K, H), Hv = call.sizes, key.shape[2:], value.shape[3]
-        group, by_rows = N // K, backend.sums_fit(S, H, Hv)
-
-        def tiles(page: int | None) -> dict[Kind, Blocks]:
-            # the kernel for few queries does not support differentiation
-            few = T * group <= backend.decode_rows and call.dropout_rate == 0
-            gradients: list[Kind] = ["single_pass"] if self.single_pass else ["dq", "dkdv"]
-            if by_rows:
-                gradients = ["single_pass_rows"]
-            run: list[Kind] = ["forward", *gradients, "bias"]
-            run += ["decode"] if few else []
+        group = N // K
+        # the kernel for few queries does not support differentiation
+        few = T * group <= backend.decode_rows and call.dropout_rate == 0
+        gradients: list[Kind] = ["single_pass"] if self.single_pass else ["dq", "dkdv"]
+        if backend.sums_fit(S, H, Hv):
+            gradients = ["single_pass_rows"]
+        run: list[Kind] = ["forward", *gradients, "bias"]
+        run += ["decode"] if few else []
+        # only the kernel for few queries reads pages in place; its tile size must divide the page
+        # size, so it differs from the tile size for contiguous keys
+        slots, pages = call.key.shape[1], list[int | None]()
+        if call.block_table is not None and backend.page and not by_array:
+            pages += [slots] if slots and slots % backend.page == 0 else []
+        for page in (*pages, None):
             sizes = H, Hv, query.dtype.itemsize, T, S, K, page
-            found = {kind: chips.blocks(where, kind, *sizes) for kind in run}
+            blocks = {kind: chips.blocks(where, kind, *sizes) for kind in run}
             if few and backend.list_bytes is not None:
                 # its list contains the tiles of all rows, with S padded to whole tiles of every
                 # kernel
-                whole = math.lcm(*(b.k for b in found.values()))
+                whole = math.lcm(*(b.k for b in blocks.values()))
                 padded = -(-S // whole) * whole
-                listed = B * padded // found["decode"].k
+                listed = B * padded // blocks["decode"].k
                 table = 0 if page is None or call.block_table is None else call.block_table.size
                 if 4 * (listed + table) > backend.list_bytes:
-                    del found["decode"]
-            return found
-
-        # only the kernel for few queries reads pages in place; its tile size must divide the page
-        # size, so it differs from the tile size for contiguous keys
-        page, blocks = None, tiles(None)
-        if call.block_table is not None and backend.page and not by_array:
-            slots = call.key.shape[1]
-            in_place = tiles(slots) if slots and slots % backend.page == 0 else {}
-            if "decode" in in_place:
-                page, blocks = slots, in_place
+                    del blocks["decode"]
+            if "decode" in blocks:
+                break
         reads_int8 = backend.int8 and not by_array and "decode" in blocks
 
         if backend.list_bytes is not None:
@@ -201,15 +197,14 @@ class Pallas(Implementation):
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
-        plan, T, shared = call.plan, call.query.shape[1], call.shared
+        plan, shared = call.plan, call.shared
         assert isinstance(plan, KernelPlan)
         query, key, value, bias = call.query, call.key, call.value, call.bias
+        (_, T, N, S), (padded_T, padded_S) = call.sizes, plan.padded
         if 0 in (*query.shape, *key.shape, *value.shape):
             out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
             return out, jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
         scale = 1 / math.sqrt(query.shape[3]) if call.scale is None else call.scale
-        if isinstance(bias, Bias) and not isinstance(bias, ALiBi):
-            bias = bias.materialize(*call.positions())
         if call.scale_array is not None:
             query, key, value = _with_scale(plan.where, query, key, value, call.scale_array)
             scale = 1.0
@@ -227,9 +222,39 @@ class Pallas(Implementation):
             interpret=plan.where.interpret,
             processors=chips.processors_of(plan.where),
         )
-        inner = replace(call, query=query, key=key, value=value, bias=bias)
-        tree = vary((operands_of(inner, shared), shared.lists))
-        out, lse = fused_attention(problem, plan.where, *tree)
+        slopes = None
+        if isinstance(bias, ALiBi):  # the kernels read its slopes, f32[1, N]
+            slopes = jnp.asarray(bias.slopes, jnp.float32)
+            slopes, bias = jnp.broadcast_to(slopes, (1, N)), None
+        elif isinstance(bias, Bias):
+            bias = bias.materialize(*call.positions())
+        if bias is not None:
+            # kernels read a bias [.., T, S] in the query's dtype; casting from a smaller dtype is
+            # free
+            keeps_dtype = min(bias.shape[2:]) > 1 and bias.dtype == query.dtype
+            bias = bias if keeps_dtype else bias.astype(jnp.float32)
+            for axis, size, padded in ((2, T, padded_T), (3, S, padded_S)):
+                if bias.shape[axis] == size and size != 1:
+                    bias = pad(bias, axis, padded, 0)
+        # the decode kernels support keys that end within a tile
+        if "decode" not in shared.lists:
+            key, value = pad(key, 1, padded_S, 0), pad(value, 1, padded_S, 0)
+        operands = Operands(
+            pad(query, 1, padded_T, 0),
+            key,
+            value,
+            shared.q_vectors,
+            shared.k_vectors,
+            shared.pairs,
+            bias,
+            slopes,
+            None if call.sinks is None else call.sinks.astype(jnp.float32)[None],
+            call.head_words(),
+            call.key_scale,
+            call.value_scale,
+            None if call.block_table is None else clip_pages(call.block_table, len(key)),
+        )
+        out, lse = fused_attention(problem, plan.where, *vary((operands, shared.lists)))
         return out[:, :T].astype(call.query.dtype), jnp.moveaxis(lse[:, :, :T], 1, 2)
 
 
@@ -326,38 +351,3 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
     no_empty_slot = call.k_positions is None and call.sizes[3] == padded_S
     visible = None if sees_all and no_empty_slot else vectors.visible
     return MaskOperands(q_vectors, k_vectors, pairs, lists, visible, plan)
-
-
-def operands_of(call: AttentionCall, shared: MaskOperands) -> Operands:
-    """Return the padded operands, with ALiBi replaced by its slopes f32[1, N]."""
-    padded_T, padded_S = shared.plan.padded
-    slopes, bias = None, call.bias
-    if isinstance(bias, ALiBi):
-        slopes = jnp.asarray(bias.slopes, jnp.float32)
-        slopes, bias = jnp.broadcast_to(slopes, (1, call.query.shape[2])), None
-    elif bias is not None:
-        assert not isinstance(bias, Bias)
-        # kernels read a bias [.., T, S] in the query's dtype; casting from a smaller dtype is free
-        keeps_dtype = min(bias.shape[2:]) > 1 and bias.dtype == call.query.dtype
-        bias = bias if keeps_dtype else bias.astype(jnp.float32)
-        for axis, size, padded in ((2, call.sizes[1], padded_T), (3, call.sizes[3], padded_S)):
-            if bias.shape[axis] == size and size != 1:
-                bias = pad(bias, axis, padded, 0)
-    keys_values = call.key, call.value
-    # the decode kernels support keys that end within a tile
-    if "decode" not in shared.lists:
-        keys_values = pad(call.key, 1, padded_S, 0), pad(call.value, 1, padded_S, 0)
-    return Operands(
-        pad(call.query, 1, padded_T, 0),
-        *keys_values,
-        shared.q_vectors,
-        shared.k_vectors,
-        shared.pairs,
-        bias,
-        slopes,
-        None if call.sinks is None else call.sinks.astype(jnp.float32)[None],
-        call.head_words(),
-        call.key_scale,
-        call.value_scale,
-        None if call.block_table is None else clip_pages(call.block_table, len(call.key)),
-    )
