@@ -135,13 +135,6 @@ def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
 # Selection
 
 
-def processors_of(target: Target) -> int | None:
-    """Return the number of multiprocessors of the device, or None if it is unknown."""
-    if target.name != "hopper" or target.processors or not target.chip:
-        return target.processors
-    return HOPPER_WITH_FEWER.get(target.chip, HOPPER_PROCESSORS)
-
-
 def blocks(
     target: Target,
     kind: Kind,

@@ -154,8 +154,6 @@ class AttentionCall:
 
     def plain_shapes(self) -> AttentionCall:
         """Return the call with the shapes of gathered, dequantized keys and values."""
-        if self.block_table is None and self.key_scale is None:
-            return self
         B, _, _, S = self.sizes
 
         def plain(x: jax.Array) -> Any:
@@ -221,7 +219,9 @@ class Implementation:
         `attend` receives the plan as `call.plan`. `refuse` receives the shapes of gathered,
         dequantized keys and values.
         """
-        reason = self.refuse(call.plain_shapes())
+        if call.block_table is not None or call.key_scale is not None:
+            call = call.plain_shapes()
+        reason = self.refuse(call)
         return Plan() if reason is None else reason
 
     def share(self, call: AttentionCall) -> object:

@@ -84,7 +84,8 @@ class Pallas(Implementation):
         where = self.target()
         if isinstance(where, str):
             return where
-        backend, plain = where.backend, call.plain_shapes()
+        backend, stored = where.backend, call.block_table is not None or call.key_scale is not None
+        plain = call.plain_shapes() if stored else call
         query, key, value, bias = plain.query, plain.key, plain.value, plain.bias
         if self.pads and 0 in (*query.shape, *key.shape, *value.shape):
             return f"an axis is empty (query {query.shape}, key {key.shape}, value {value.shape})"
@@ -220,7 +221,7 @@ class Pallas(Implementation):
             invariant=self.invariant,
             packs=plan.packs,
             interpret=plan.where.interpret,
-            processors=chips.processors_of(plan.where),
+            processors=plan.where.processors or chips.HOPPER_WITH_FEWER.get(plan.where.chip),
         )
         slopes = None
         if isinstance(bias, ALiBi):  # the kernels read its slopes, f32[1, N]

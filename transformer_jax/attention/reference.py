@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from transformer_jax.attention.arguments import AttentionCall, Implementation, Plan
+from transformer_jax.attention.arguments import AttentionCall, Implementation
 from transformer_jax.attention.biases import Bias
 from transformer_jax.checks import largest
 from transformer_jax.kernels.dropout import keep
@@ -100,9 +100,9 @@ class Nonfinite(NamedTuple):
 class Xla(Implementation):
     """Reference implementation, which supports all options and derivatives in O(T S) memory."""
 
-    def plan(self, call: AttentionCall) -> Plan:
-        """Return the default plan, because the reference supports every call."""
-        return Plan()
+    def refuse(self, call: AttentionCall) -> str | None:
+        """Return None, because the reference supports every call."""
+        return None
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""

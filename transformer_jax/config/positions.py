@@ -62,11 +62,12 @@ class Learned(_Positions):
         check_types(self)
         if self.buckets is None:
             unread(self, "needs buckets", "max_distance")
-        distance_buckets(self)  # checks both fields
+        else:  # T5Buckets checks both fields
+            T5Buckets(buckets=self.buckets, max_distance=self.max_distance)
 
     def check_model(self, model: ModelConfig) -> None:
-        if (buckets := distance_buckets(self)) is not None:
-            buckets.check_model(model)
+        if self.buckets is not None:
+            T5Buckets(buckets=self.buckets, max_distance=self.max_distance).check_model(model)
 
 
 @config_class(repr=False)
@@ -283,13 +284,6 @@ class T5Buckets(_Positions):
 @config_class(repr=False)
 class Alibi(_Positions):
     """Bias that decreases linearly with distance, with one slope per head (Press et al. 2022)."""
-
-
-def distance_buckets(positions: Positions | None) -> T5Buckets | None:
-    """Return the distance buckets whose biases are added in attention, or None if unused."""
-    if isinstance(positions, Learned) and positions.buckets is not None:
-        return T5Buckets(buckets=positions.buckets, max_distance=positions.max_distance)
-    return positions if isinstance(positions, T5Buckets) else None
 
 
 class CustomPositions(_Positions):

@@ -15,8 +15,7 @@ from transformer_jax.attention import biases
 from transformer_jax.attention.api import plan_mask
 from transformer_jax.attention.masks import Mask
 from transformer_jax.cache.model_cache import Layers, ModelCache
-from transformer_jax.config import Alibi, CustomPositions, ModelConfig, Shaw
-from transformer_jax.config.positions import distance_buckets
+from transformer_jax.config import Alibi, CustomPositions, Learned, ModelConfig, Shaw, T5Buckets
 from transformer_jax.models.block import Block, BlockInputs, PositionBias
 from transformer_jax.models.experts import ROUTED
 from transformer_jax.models.functional import split_key
@@ -71,9 +70,9 @@ class Stack(Module):
                 for i in range(1 if cfg.share_layers else self.depth)
             ]
         # all layers share one bias table, as in T5 (Raffel et al. 2020, 2.1)
-        if (distances := distance_buckets(cfg.positions)) is not None:
+        if isinstance(cfg.positions, Learned | T5Buckets) and cfg.positions.buckets is not None:
             normal = nn.initializers.normal(cfg.init_std)
-            shape = distances.buckets, cfg.num_heads
+            shape = cfg.positions.buckets, cfg.num_heads
             self.relative_bias = parameter(self, "relative_bias", normal, shape)
         if cfg.norm_order != "post":
             self.norm = Norm(cfg)
@@ -111,11 +110,11 @@ class Stack(Module):
             bias = biases.ALiBi(biases.alibi_slopes(cfg.num_heads))
         elif isinstance(cfg.positions, CustomPositions):
             bias = cfg.positions.bias(cfg.num_heads)
-        elif (distances := distance_buckets(cfg.positions)) is not None:
+        elif isinstance(cfg.positions, Learned | T5Buckets) and cfg.positions.buckets is not None:
             bias = biases.RelativeBias(
                 self.relative_bias,
                 bidirectional=self.bidirectional,
-                max_distance=distances.max_distance,
+                max_distance=cfg.positions.max_distance,
             )
         if cache is None and not isinstance(cfg.positions, Shaw):
             # plan each mask once, because all self-attention layers share its tile plan

@@ -29,8 +29,7 @@ from transformer_jax import (
     dot_product_attention_weights,
     preset,
 )
-from transformer_jax.config import Frames, Learned, Patches, Shaw, Vectors
-from transformer_jax.config.positions import distance_buckets
+from transformer_jax.config import Frames, Learned, Patches, Shaw, T5Buckets, Vectors
 from transformer_jax.lectures.demos.shared import COLOURS, INK, Options, save_picture
 from transformer_jax.text.attention_picture import spelled
 
@@ -87,8 +86,8 @@ def attention_box(config: ModelConfig, stack: str, cross: bool = False) -> Box:
         if isinstance(config.positions, Shaw):
             rows = 2 * config.positions.max_distance + 1
             lines.append(f"shaw_key {rows} × {h} · shaw_value {rows} × {v}")
-        elif (distances := distance_buckets(config.positions)) is not None:
-            lines.append(f"relative_bias {distances.buckets} × {n}, of all blocks")
+        elif isinstance(config.positions, Learned | T5Buckets) and config.positions.buckets:
+            lines.append(f"relative_bias {config.positions.buckets} × {n}, of all blocks")
         elif not _joins_embeddings(config):
             lines.append(f"positions: {type(config.positions).__name__}")
     return Box(name, lines, "attention")
