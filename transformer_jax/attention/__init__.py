@@ -1,8 +1,9 @@
 """Attention: one function, its implementations, masks and biases.
 
 Masks (`masks`) and biases (`biases`) are functions of positions. `api` contains the public
-functions and chooses the implementation. Layers with projections are in `models`. The fused kernels
-for CPUs, GPUs and TPUs are in `kernels`.
+functions and chooses the implementation. `linear` contains linear attention, whose state has a
+fixed size. Layers with projections are in `models`. The fused kernels for CPUs, GPUs and TPUs are
+in `kernels`.
 """
 
 from transformer_jax.attention.additive import additive_attention, state_attention
@@ -20,6 +21,14 @@ from transformer_jax.attention.biases import (
     relative_bucket,
 )
 from transformer_jax.attention.block_plan import BlockPlan
+from transformer_jax.attention.linear import (
+    causal_conv,
+    delta_rule,
+    elu_plus_one,
+    gated_delta_rule,
+    gated_linear_attention,
+    linear_attention,
+)
 from transformer_jax.attention.masks import (
     Causal,
     Dense,
@@ -49,9 +58,15 @@ __all__ = [
     "Window",
     "additive_attention",
     "alibi_slopes",
+    "causal_conv",
+    "delta_rule",
     "dot_product_attention",
     "dot_product_attention_weights",
+    "elu_plus_one",
     "explain_attention",
+    "gated_delta_rule",
+    "gated_linear_attention",
+    "linear_attention",
     "relative_bucket",
     "state_attention",
 ]
