@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from transformer_jax.attention.arguments import DTYPES, as_array
+from transformer_jax.attention.arguments import DTYPES
 from transformer_jax.attention.reference import einsum
 from transformer_jax.checks import as_int32, as_number, check_count, check_finite
 from transformer_jax.config.keywords import known_keywords
@@ -311,7 +311,7 @@ def causal_conv(
     Raises:
         ValueError: If the arguments are invalid or do not match.
     """
-    x, weight = _floating("x", x), as_array(weight)
+    x, weight = _floating("x", x), jnp.asarray(weight)
     if x.ndim != 3:
         raise ValueError(f"x has shape {x.shape}: must be [batch, length, channels]")
     B, T, D = x.shape
@@ -368,7 +368,7 @@ def _attend(
         rule = "of the heads of key and value, the smaller number must divide the larger, N, and"
         raise ValueError(f"{shapes}: {rule} the heads of query must divide N or be a multiple of N")
     if decay is not None:
-        per_key = as_array(decay).ndim == 4
+        per_key = jnp.asarray(decay).ndim == 4
         decay = _shaped("decay", decay, (B, T, N, H) if per_key else (B, T, N))
         known = concrete_value(decay)
         if known is not None and (known > 0).any():
@@ -412,7 +412,7 @@ def _floating(name: str, x: jax.Array) -> jax.Array:
     # JAX would round it to float32
     if getattr(x, "dtype", None) == np.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(f"{name} is float64: needs jax_enable_x64")
-    x = as_array(x)
+    x = jnp.asarray(x)
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} is {x.dtype}: must be one of {', '.join(DTYPES.values())}")
     return x
@@ -431,12 +431,12 @@ def _check_tokens(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Return the documents as int32 and the mask of valid tokens."""
     if segments is not None:
-        segments = as_array(as_int32("segments", segments))
+        segments = jnp.asarray(as_int32("segments", segments))
         if segments.shape != shape or not jnp.issubdtype(segments.dtype, jnp.integer):
             rule = f"must be integers {shape}, the document of each token"
             raise ValueError(f"segments is {segments.dtype}{segments.shape}: {rule}")
     if valid is not None:
-        valid = as_array(valid)
+        valid = jnp.asarray(valid)
         if valid.shape != shape or valid.dtype != jnp.bool_:
             rule = f"must be bool{shape}, with False for padding"
             raise ValueError(f"valid is {valid.dtype}{valid.shape}: {rule}")
