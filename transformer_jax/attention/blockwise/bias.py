@@ -32,11 +32,9 @@ def _bias_slices(place: Place) -> tuple[tuple[int, Index, int], ...]:
 
 
 def bias_tile(
-    place: Place, bias: jax.Array | Bias | None, call: AttentionCall, bad: float
-) -> jax.Array | None:  # f32[group, G block_q, block_k]
+    place: Place, bias: jax.Array | Bias, call: AttentionCall, bad: float
+) -> jax.Array:  # f32[group, G block_q, block_k]
     """Return a tile of the bias, with NaN and inf replaced by `bad`."""
-    if bias is None:
-        return None
     if not isinstance(bias, Bias):
         part = bias
         for axis, start, length in _bias_slices(place):

@@ -524,7 +524,8 @@ def _forward_tile(
 
     tiles = place.keys(call.key), place.keys(call.value), rows.row_max
     k_tile, v_tile, row_max = once(repair, clean, tiles)
-    x, s, _ = _scores(q_tile, k_tile, call, bias_tile(place, call.bias, call, jnp.inf))
+    bias = None if call.bias is None else bias_tile(place, call.bias, call, jnp.inf)
+    x, s, _ = _scores(q_tile, k_tile, call, bias)
     s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
     # `row_max` starts at the lowest finite number, so no difference is inf - inf
     new = jnp.maximum(row_max, s.max(axis=2, keepdims=True))
@@ -616,7 +617,8 @@ def _backward_tile(
     visible = partial(visible_at, place, call) if partly else None
     tiles = place.keys(call.key), place.keys(call.value)
     k_tile, v_tile = once(repair, lambda tiles: _clean_keys(*tiles)[:2], tiles)
-    _, s, t = _scores(of.q, k_tile, call, bias_tile(place, call.bias, call, -jnp.inf))
+    bias = None if call.bias is None else bias_tile(place, call.bias, call, -jnp.inf)
+    _, s, t = _scores(of.q, k_tile, call, bias)
     s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
     # subtract m and log l separately: if scores are large, rounding their sum loses log l
     p = _exp(s - of.row_max - of.log_sum)

@@ -17,11 +17,11 @@ from einops import rearrange
 from jax import lax
 
 from transformer_jax.attention.arguments import AttentionCall
-from transformer_jax.attention.block_plan import PARTIAL, BlockPlan, TileLists, pad
+from transformer_jax.attention.block_plan import PARTIAL, BlockPlan, TileLists, Tiles, pad
 from transformer_jax.attention.masks import Everything
 from transformer_jax.kernels.contract import Index
 from transformer_jax.kernels.dropout import keep
-from transformer_jax.tracing import eagerly
+from transformer_jax.tracing import concrete_value, eagerly
 
 # Sizes
 
@@ -96,16 +96,20 @@ def _divisors(n: int, most: int) -> list[int]:
 
 def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
     """List the key tiles for each head group and query tile, [.., nQ, nK], full tiles first."""
-    positions = (call.q_positions, sizes.T), (call.k_positions, sizes.S)
+    mask = Everything() if call.mask is None else call.mask
     with eagerly(call.mask, call.q_positions, call.k_positions):
-        # with NumPy indices, nothing is compiled for the plan of a mask without arrays; compiling
-        # took two seconds of the first call
-        places = [np.arange(n, dtype=np.int32) if x is None else x for x, n in positions]
-        mask = Everything() if call.mask is None else call.mask
-        plan = mask.block_plan(*places, block_q=sizes.block_q, block_k=sizes.block_k)
-        rows = sizes.rows if plan.classes.shape[0] > 1 else 1
-        heads = sizes.heads * sizes.G if plan.classes.shape[1] > 1 else 1
-        shares = rearrange(plan.classes, "(b r) (c n) i j -> b c i j (r n)", r=rows, n=heads)
+        # with known positions in NumPy, nothing is compiled for the plan of a mask without arrays;
+        # compiling took two seconds of the first call
+        q, k = (
+            np.arange(n, dtype=np.int32) if x is None else concrete_value(x, x)
+            for x, n in ((call.q_positions, sizes.T), (call.k_positions, sizes.S))
+        )
+        q, k = (x if x.ndim == 2 else x[None] for x in (q, k))
+        tiles = Tiles(q, k, sizes.block_q, sizes.block_k)
+        classes = tiles.classes(*mask.some_and_every(tiles))
+        rows = sizes.rows if classes.shape[0] > 1 else 1
+        heads = sizes.heads * sizes.G if classes.shape[1] > 1 else 1
+        shares = rearrange(classes, "(b r) (c n) i j -> b c i j (r n)", r=rows, n=heads)
         # if the class of a tile differs within a group, the tile is partial for the whole group
         low, high = shares.min(axis=-1), shares.max(axis=-1)
         same = (low == high).astype(low.dtype)
