@@ -1,4 +1,4 @@
-"""Run the attention cases of ONNX's test suite on `transformer_jax.dot_product_attention`.
+"""Run the attention cases of ONNX's test suite on this library's functions.
 
     python -m benchmarks.conformance.onnx_suite
     python -m benchmarks.conformance.onnx_suite --only native --write benchmarks/results/onnx_suite
@@ -8,6 +8,11 @@ The installed onnx package generates the cases, which consist of a model with on
 compared with the tolerances of each case. For 16-bit dtypes, a difference of two units in the last
 place is allowed, as in ONNX for bfloat16. The gradients of query, key, and value along random
 directions are compared with finite differences of ONNX's reference implementation in float64.
+ONNX computes `LinearAttention` only in float32, so its gradients are not compared.
+
+The cases of `LinearAttention` run on `transformer_jax.gated_delta_rule` and the other functions of
+its family, in chunks and one token at a time. These functions have no implementation other than
+"xla".
 """
 
 from __future__ import annotations
@@ -28,7 +33,17 @@ import numpy as np
 
 from benchmarks.conformance.outcomes import Cell, write
 from benchmarks.peers import Absent, imported
-from transformer_jax import Causal, Mask, Padding, Window, dot_product_attention
+from transformer_jax import (
+    Causal,
+    Mask,
+    Padding,
+    Window,
+    delta_rule,
+    dot_product_attention,
+    gated_delta_rule,
+    gated_linear_attention,
+    linear_attention,
+)
 from transformer_jax.kernels import Target, using
 
 OPERATORS = ("Attention", "FlexAttention", "LinearAttention")
@@ -42,6 +57,17 @@ ONNX's cases, it is at most 16.
 """
 NODE_INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
 NODE_OUTPUTS = ("Y", "present_key", "present_value", "qk_matmul_output")
+LINEAR_INPUTS, LINEAR_OUTPUTS = (
+    ("Q", "K", "V", "past_state", "decay", "beta"),
+    ("Y", "present_state"),
+)
+RULES: dict[str, Callable[..., Any]] = {
+    "linear": functools.partial(linear_attention, feature_map=None, normalize=False),
+    "gated": gated_linear_attention,
+    "delta": delta_rule,
+    "gated_delta": gated_delta_rule,
+}
+"""Functions for `LinearAttention`, keyed by its update rule."""
 RAW, CAPPED, BIASED, WEIGHTS = range(4)  # possible values of qk_matmul_output_mode
 
 
@@ -97,8 +123,11 @@ def suite() -> Iterator[OnnxCase]:
         (node,) = nodes
         attributes = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
         arrays, expected = case.data_sets[0]
-        given = [NODE_INPUTS[at] for at, name in enumerate(node.input) if name]
-        wanted = [NODE_OUTPUTS[at] for at, name in enumerate(node.output) if name]
+        inputs, outputs = NODE_INPUTS, NODE_OUTPUTS
+        if node.op_type == "LinearAttention":
+            inputs, outputs = LINEAR_INPUTS, LINEAR_OUTPUTS
+        given = [inputs[at] for at, name in enumerate(node.input) if name]
+        wanted = [outputs[at] for at, name in enumerate(node.output) if name]
         yield OnnxCase(
             case.name, node.op_type, attributes,
             dict(zip(given, map(np.asarray, arrays), strict=True)),
@@ -113,8 +142,6 @@ def options(case: OnnxCase) -> tuple[dict[str, Any], int]:
     Raises:
         Absent: If the library has no argument for a feature of the node.
     """
-    if case.operator == "LinearAttention":
-        raise Absent("there is no linear attention")
     found: dict[str, Any] = {"scale": case.attributes.get("scale")}
     for name in ("score_mod", "prob_mod"):
         if name in case.attributes:
@@ -172,6 +199,11 @@ def _modification(case: OnnxCase, name: str) -> dict[str, Any]:
 def judge(implementation: str, case: OnnxCase) -> Cell:
     """Run one case and compare its outputs and gradients."""
     cell = functools.partial(Cell, implementation, case.name)
+    if case.operator == "LinearAttention":
+        if implementation != "xla":
+            return cell("inexpressible", "linear attention is implemented only in xla")
+        wrong = [differences(case, linear_outputs(case, size)) for size in (64, 1)]
+        return cell("wrong", wrong[0] or wrong[1]) if any(wrong) else cell("equal")
     try:
         arguments, past = options(case)
     except Absent as reason:
@@ -195,14 +227,40 @@ def judge(implementation: str, case: OnnxCase) -> Cell:
             gradients = gradients_off(case, attend, query, keys, values, past)
         except NotImplementedError as error:
             return cell("refused", " ".join(str(error).split())[:200])
+    wrong = differences(case, found) or gradients
+    return cell("wrong", wrong) if wrong else cell("equal")
+
+
+def differences(case: OnnxCase, found: dict[str, np.ndarray]) -> str:
+    """Return the first output that differs from the expected one, or an empty string."""
     for output, expected in case.outputs.items():
         unit = 2 * float(jnp.finfo(expected.dtype).eps) if expected.dtype.itemsize == 2 else 0.0
         rtol, expected = max(case.rtol, unit), expected.astype(np.float64)
         result = found[output].astype(np.float64)
         if not np.allclose(result, expected, rtol, case.atol):
             off = np.abs(np.nan_to_num(result) - np.nan_to_num(expected)).max()
-            return cell("wrong", f"{output} is off by {off:.2g}")
-    return cell("wrong", gradients) if gradients else cell("equal")
+            return f"{output} is off by {off:.2g}"
+    return ""
+
+
+def linear_outputs(case: OnnxCase, chunk_size: int) -> dict[str, np.ndarray]:
+    """Return the outputs of a case of `LinearAttention`."""
+    rule = case.attributes.get("update_rule", b"gated_delta").decode()
+    arrays = [jnp.asarray(case.heads(name)) for name in "QKV"]
+    _, _, states, width = arrays[1].shape
+    for name in ("decay", "beta"):
+        if name in case.inputs:
+            array = jnp.asarray(case.inputs[name])
+            # one number for all states, for each state, or for each key channel of each state
+            B, T, size = array.shape
+            if size <= states:
+                array = jnp.broadcast_to(array, (B, T, states))
+            arrays.append(array if size <= states else array.reshape(B, T, states, width))
+    out, state = RULES[rule](
+        *arrays, scale=case.attributes.get("scale") or None, return_state=True,
+        initial_state=case.inputs.get("past_state"), chunk_size=chunk_size,
+    )  # fmt: skip
+    return {"Y": case.from_heads(np.asarray(out)), "present_state": np.asarray(state)}
 
 
 def _with_past(case: OnnxCase, name: str, past: int) -> jax.Array:

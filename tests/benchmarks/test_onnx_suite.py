@@ -32,7 +32,9 @@ def test_every_case_matches_or_is_marked_inexpressible(implementation):
     first = list(onnx_suite.IMPLEMENTATIONS).index(implementation)
     for case in list(cases().values())[first::6]:
         cell = onnx_suite.judge(implementation, case)
-        lacks = case.operator == "LinearAttention" or "prob_mod" in case.attributes
+        lacks = "prob_mod" in case.attributes
+        if case.operator == "LinearAttention":
+            lacks = implementation != "xla"
         odd = case.inputs["Q"].dtype == np.float16 or case.heads("V").shape[-1] % 8
         refused = implementation.startswith("tpu") and odd
         expected = "inexpressible" if lacks else "refused" if refused else "equal"
@@ -56,6 +58,30 @@ def test_suite_detects_wrong_argument(name, change, difference, monkeypatch):
         "dot_product_attention",
         lambda *arrays, **options: dot_product_attention(*arrays, **options | change),
     )
+    cell = onnx_suite.judge("xla", cases()[name])
+    assert cell.kind == "wrong" and difference in cell.text
+
+
+def test_every_case_of_linear_attention_matches():
+    linear = [case for case in cases().values() if case.operator == "LinearAttention"]
+    assert len(linear) >= 14
+    for case in linear:
+        cell = onnx_suite.judge("xla", case)
+        assert cell.kind == "equal", cell
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "change", "difference"),
+    [
+        ("test_linear_attention_explicit_scale", {"scale": None}, "Y is off by"),
+        ("test_linear_attention_decode_step", {"initial_state": None}, "Y is off by"),
+    ],
+)
+def test_suite_detects_wrong_argument_of_linear_attention(name, change, difference, monkeypatch):
+    rule = onnx_suite.RULES["gated_delta"]
+    wrong = lambda *arrays, **options: rule(*arrays, **options | change)  # noqa: E731
+    monkeypatch.setitem(onnx_suite.RULES, "gated_delta", wrong)
     cell = onnx_suite.judge("xla", cases()[name])
     assert cell.kind == "wrong" and difference in cell.text
 
