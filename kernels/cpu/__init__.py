@@ -148,8 +148,7 @@ def forward(
     rows = (B, N, T), jnp.float32
     name = "attention_forward"
     # for few queries, keys are read in place up to the filled length, which is cheaper than lists
-    # but adds in another order
-    if not problem.invariant and T * N // operands.key.shape[2] <= FEW_ROWS:
+    if T * N // operands.key.shape[2] <= FEW_ROWS:
         name, lists = "attention_few_queries", NO_LISTS
     return _call(name, problem, operands, lists, blocks, (), (out, rows, rows))
 
@@ -223,6 +222,7 @@ def _call(
         softcap=np.float32(problem.softcap or 0),
         threshold=np.int64(threshold(rate)),
         kept=np.float32(0 if rate == 1 else 1 / (1 - rate)),
+        fixed=problem.invariant,
         block_q=np.int64(blocks.q),
         block_k=np.int64(blocks.k),
         program=np.array(operations[0], np.int32),

@@ -92,8 +92,8 @@ def fit(seed: int, layers: int, steps: int, width: int) -> Run:
     @jax.jit
     def chunk(state: Any, key: jax.Array, first: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
         params, moments = jax.lax.scan(partial(update, key), state, first + jnp.arange(CHUNK))[0]
-        asked = {"edit": NO_FEED_FORWARD, "capture": ("block_*/attention/weights",)}
-        found = model.apply({"params": params}, probe, **asked)[2]
+        edited, capture = model.edited(NO_FEED_FORWARD), ("block_*/attention/weights",)
+        found = edited.apply({"params": params}, probe, capture=capture)[2]
         weights = jnp.stack([found[f"block_{i}/attention/weights"] for i in range(layers)], axis=1)
         scores = interpret.head_scores(weights, PERIOD).induction
         return (params, moments), second_half_loss(model, params, held_out), scores

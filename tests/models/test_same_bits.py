@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from transformer_jax.kernels import cpu
 
 NATIVE = not isinstance(cpu.library(), str)
 needs_kernels = pytest.mark.skipif(not NATIVE, reason=f"no kernels: {cpu.library()}")
-GPT = dict(vocab_size=61, d_model=48, num_layers=2, num_heads=4, max_len=64)
+GPT = dict(vocab_size=61, d_model=64, num_layers=2, num_heads=4, max_len=64)
 LLAMA = GPT | dict(
     norm="rmsnorm", positions="rope", glu=True, activation="silu", use_bias=False, num_kv_heads=2,
     tie_embeddings=False,
@@ -28,6 +29,7 @@ CONFIGS = {
     "window": LLAMA | dict(
         window=5, qk_norm=True, attention_softcap=20.0, attention_sinks=True, logit_softcap=9.0
     ),
+    "ring": LLAMA | dict(window=(5, None), sink_tokens=2),
     "scanned": GPT | dict(scan_layers=True, remat="full", positions="alibi"),
     "t5": GPT | dict(positions="t5", norm_order="post", embedding_norm=True),
 }  # fmt: skip
@@ -84,6 +86,69 @@ def test_gradients_of_a_row_have_the_same_bits_in_every_batch(fields, rng):
         batch = np.insert(batch, at, tokens[4], 0)
         found = gradients(params, batch, weights_of(rows, at))
         jax.tree.map(assert_same_bits, found, wanted)
+
+
+MASKS = {
+    "causal": tj.Causal(),
+    "window": tj.Causal() & tj.Window(300),
+    "both sides": tj.Window(130, 41),
+}
+
+
+@needs_kernels
+@pytest.mark.slow_except("window-float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_attention_has_the_same_bits_in_any_tiles(mask, dtype, rng):
+    length = 650  # several tiles of keys, of which some are full for some queries
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(2, length, heads, 32)), dtype) for heads in (4, 2, 2)
+    )
+    attend = jax.jit(partial(tj.dot_product_attention, implementation="invariant", mask=mask))
+    wanted = attend(q, k, v)
+    positions = np.arange(length)
+    for at, count in ((0, 1), (299, 3), (300, 1), (513, 1), (560, 16), (649, 1)):
+        some = slice(at, at + count)
+        found = attend(q[:, some], k, v, q_positions=positions[some])
+        assert_same_bits(found, wanted[:, some])
+    for padding in (1, 77):
+        padded = [jnp.pad(x, ((0, 0), (padding, 9), (0, 0), (0, 0))) for x in (q, k, v)]
+        places = np.pad(positions, (padding, 9), constant_values=-1)
+        found = attend(*padded, q_positions=places, k_positions=places)
+        assert_same_bits(found[:, padding:-9], wanted)
+
+
+@needs_kernels
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_gradients_of_attention_have_the_same_bits_in_any_tiles(mask, rng):
+    length = 400
+    arrays = [
+        jnp.asarray(rng.normal(size=(3, length, heads, 16)), jnp.float32) for heads in (4, 2, 2)
+    ]
+    factors = jnp.asarray(rng.normal(size=(3, length, 4, 16)), jnp.float32)
+
+    @jax.jit
+    def gradients(factors, positions, *arrays):
+        def weighted(arrays):
+            out = tj.dot_product_attention(
+                *arrays, mask=mask, q_positions=positions, k_positions=positions,
+                implementation="invariant",
+            )  # fmt: skip
+            return (out * factors).sum()
+
+        return jax.grad(weighted)(arrays)
+
+    positions = np.arange(length)
+    wanted = gradients(factors, positions, *arrays)
+    for row in range(3):
+        alone = gradients(factors[row : row + 1], positions, *(x[row : row + 1] for x in arrays))
+        for x, y in zip(alone, wanted, strict=True):
+            assert_same_bits(x[0], y[row])
+    padding = 77
+    padded = [jnp.pad(x, ((0, 0), (padding, 9), (0, 0), (0, 0))) for x in (factors, *arrays)]
+    places = np.pad(positions, (padding, 9), constant_values=-1)
+    for x, y in zip(gradients(padded[0], places, *padded[1:]), wanted, strict=True):
+        assert_same_bits(x[:, padding:-9], y)
 
 
 @pytest.mark.slow

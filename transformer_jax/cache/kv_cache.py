@@ -266,6 +266,12 @@ def read(
     return dequantize(cache.k, cache.k_scale, dtype), dequantize(cache.v, cache.v_scale, dtype)
 
 
+def in_order(cache: KVCache) -> KVCache:
+    """Return a cache whose slots are sorted by position; empty slots come first."""
+    rows, order = jnp.arange(len(cache.positions))[:, None], jnp.argsort(cache.positions, axis=1)
+    return replace(cache, **jax.tree.map(lambda x: x[rows, order], slot_leaves(cache)))
+
+
 def rewind(
     cache: KVCache,
     length: jax.Array,  # i32[B]

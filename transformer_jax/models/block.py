@@ -298,6 +298,9 @@ class Attention(Module):
             cache, seen = kv.extend_quantized(
                 cache, heads.k, heads.v, heads.q_positions, self.window
             )
+            if cfg.invariant and self.window is not None:
+                # the slots of a ring are not in the order of the keys, in which sums are added
+                seen = kv.in_order(seen)
             k_positions = seen.positions
         if seen.k_scale is not None and as_stored:
             k, v, scales = seen.k, seen.v, (seen.k_scale, seen.v_scale)

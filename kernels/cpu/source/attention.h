@@ -175,18 +175,23 @@ static void copy_queries(const void* array, const Call& call, int64_t width, int
   }
 }
 
-// The tiles of a row of the lists: first the `full` ones, then the partial ones.
-struct Tiles {
-  const int32_t* order;
-  int64_t full, seen;
-  Tiles(const Call& call, int64_t b, int64_t n, int64_t row) {
-    const int64_t lead = (call.tiles_b == 1 ? 0 : b) * call.tiles_n + (call.tiles_n == 1 ? 0 : n);
-    const int64_t at = lead * call.tile_rows + row;
-    order = call.order + at * call.tile_columns;
-    seen = call.seen[at];
-    full = call.num_operations ? call.full[at] : seen;  // without a mask all tiles are full, including the last
-  }
+// The tiles of a row of the lists, which name first the `full` ones, then the partial ones.
+struct Tile {
+  int64_t at;
+  bool partial;
 };
+static std::vector<Tile> tiles_of(const Call& call, int64_t b, int64_t n, int64_t row) {
+  const int64_t lead = (call.tiles_b == 1 ? 0 : b) * call.tiles_n + (call.tiles_n == 1 ? 0 : n);
+  const int64_t list = lead * call.tile_rows + row, seen = call.seen[list];
+  // without a mask all tiles are full, including the last
+  const int64_t full = call.num_operations ? call.full[list] : seen;
+  std::vector<Tile> tiles(seen);
+  for (int64_t t = 0; t < seen; t++)
+    tiles[t] = {call.order[list * call.tile_columns + t], t >= full};
+  // in order, because which tiles are full depends on the other rows of a tile
+  std::sort(tiles.begin(), tiles.end(), [](const Tile& x, const Tile& y) { return x.at < y.at; });
+  return tiles;
+}
 
 struct Range {
   int64_t begin, end;
@@ -234,7 +239,25 @@ static void finish_row(const Call& call, int64_t b, int64_t n, int64_t i, float*
   call.log_sum[at] = nan ? NAN : masked ? 0.0f : std::log(l);
 }
 
+// Add numbers begin .. end of each row to its total, one after the other.
+template <int M = ROWS>
+static inline void add_in_order(int rows, const float* x, int64_t ldx, Range keys, float* totals) {
+  if (rows == M) {
+    float sums[M];
+    std::copy(totals, totals + M, sums);
+    for (int64_t j = keys.begin; j < keys.end; j++)
+#pragma GCC unroll 12
+      for (int i = 0; i < M; i++) sums[i] += x[i * ldx + j];
+    std::copy(sums, sums + M, totals);
+    return;
+  }
+  if constexpr (M > 1) add_in_order<M - 1>(rows, x, ldx, keys, totals);
+}
+
 // Forward: one tile of queries of one head.
+//
+// In `fixed` order, a first pass finds the maximum of each row, and the second one sums p and p v key
+// by key. So tiles, hidden keys and padding do not change the bits of a row: they add zeros.
 template <class T>
 static void forward_tile(const Call& call, const Sizes& sizes, const Packed& packed, int64_t b,
                          int64_t n, int64_t tile) {
@@ -249,13 +272,15 @@ static void forward_tile(const Call& call, const Sizes& sizes, const Packed& pac
   std::fill(most, most + rows, -INF);
   std::fill(total, total + rows, 0.0f);
   Scores bias(call, BK);
-  const Tiles tiles(call, b, n, tile);
+  const std::vector<Tile> tiles = tiles_of(call, b, n, tile);
+  const int64_t visits = tiles.size(), passes = call.fixed ? 2 : 1;
   std::vector<int32_t> visible(ROWS * (BK + PANEL));
-  for (int64_t t = 0; t < tiles.seen; t++) {
-    const int64_t j0 = tiles.order[t] * BK, count = std::min(BK, call.S - j0);
+  for (int64_t t = 0; t < passes * visits; t++) {
+    const bool finds_most = call.fixed && t < visits, partial = tiles[t % visits].partial;
+    const int64_t j0 = tiles[t % visits].at * BK, count = std::min(BK, call.S - j0);
     if (count <= 0) continue;
     // a full tile may end after the last key; nothing past that key is visible
-    const bool partial = t >= tiles.full, ends = count % PANEL != 0;
+    const bool ends = count % PANEL != 0;
     bias.take_tile(b, n, j0, count, partial);
     for (int64_t r = 0; r < rows; r += ROWS) {
       const int group = std::min<int64_t>(ROWS, rows - r);
@@ -301,31 +326,31 @@ static void forward_tile(const Call& call, const Sizes& sizes, const Packed& pac
           unordered |= s != s;
         }
         if (any(unordered)) lost[at] = 1;
-        const float now = std::max(most[at], largest(peak));
+        const float before = most[at], now = std::max(before, largest(peak));
+        most[at] = now;
+        if (now == INF) lost[at] = 1;
+        factors[i] = now == before ? 1.0f : before == -INF ? 0.0f : std::exp(before - now);
+        if (finds_most) continue;
         if (now == -INF) {
           std::fill(row + keys.begin, row + keys.end, 0.0f);
-          factors[i] = 1;
           continue;
         }
-        if (now == INF) lost[at] = 1;
-        factors[i] = now == most[at] ? 1.0f : most[at] == -INF ? 0.0f : std::exp(most[at] - now);
-        most[at] = now;
         vf sums = vf{};
-        if (call.dropout) {
-          for (int64_t j = keys.begin; j < keys.end; j += W) {
-            const vf p = exp(load(row + j) - now);
-            sums += p;
-            store(row + j, p * bias.kept(i0 + at, j));
-          }
-        } else {
-          for (int64_t j = keys.begin; j < keys.end; j += W) {
-            const vf p = exp(load(row + j) - now);
-            sums += p;
-            store(row + j, p);
-          }
+        for (int64_t j = keys.begin; j < keys.end; j += W) {
+          const vf p = exp(load(row + j) - now);
+          sums += p;
+          store(row + j, p);
         }
-        total[at] = total[at] * factors[i] + sum(sums);
+        if (!call.fixed) total[at] = total[at] * factors[i] + sum(sums);
       }
+      if (finds_most) continue;
+      if (call.fixed) add_in_order(group, scores, BK + PANEL, keys, total + r);
+      if (call.dropout)
+        for (int i = 0; i < group; i++) {
+          float* row = scores + i * (BK + PANEL);
+          for (int64_t j = keys.begin; j < keys.end; j += W)
+            store(row + j, load(row + j) * bias.kept(i0 + r + i, j));
+        }
       for (int i = 0; i < group; i++)
         if (factors[i] != 1.0f) {
           float* row = out + (r + i) * padded;

@@ -216,8 +216,9 @@ static void backward_of(const Call& call, const Parallel& parallel) {
   const int64_t heads = call.B * call.K, group = call.N / call.K;
   const int64_t H = call.H, Hv = call.Hv, wide = sizes.key_panels, wide_v = sizes.value_panels;
   const int64_t BQ = call.block_q, BK = call.block_k, key_tiles = (call.S + BK - 1) / BK;
+  // stretches sum dq in another order
   const int64_t stretches =
-      std::max<int64_t>(1, std::min<int64_t>(key_tiles, (2 * call.threads - 1) / heads));
+      call.fixed ? 1 : std::max<int64_t>(1, std::min(key_tiles, (2 * call.threads - 1) / heads));
   const Queries<T> queries(call, parallel, true);
   const Keys<T> keys(call, sizes, parallel);
   // dq [stretches][B N][T][wide]
@@ -238,14 +239,12 @@ static void backward_of(const Call& call, const Parallel& parallel) {
       std::fill(dk, slopes, 0.0f);
       for (int64_t g = 0; g < group; g++) {
         const int64_t n = k * group + g, own = b * call.N + n;
-        const Tiles tiles(call, b, n, column);
         std::fill(slopes, slopes + BK + PANEL, 0.0f);
-        for (int64_t t = 0; t < tiles.seen; t++) {
-          const int64_t i0 = tiles.order[t] * BQ, rows = std::min(BQ, call.T - i0);
+        for (const Tile& of : tiles_of(call, b, n, column)) {
+          const int64_t i0 = of.at * BQ, rows = std::min(BQ, call.T - i0);
           if (rows <= 0) continue;
           tile.compute(keys.packed[head], queries.query(own), queries.cotangent(own), b, n, i0,
-                       rows, j0, count, t >= tiles.full, call.slope_rows ? slopes : nullptr,
-                       false);
+                       rows, j0, count, of.partial, call.slope_rows ? slopes : nullptr, false);
           tile.add_queries(keys.packed[head], rows, j0, count, sizes.columns,
                            dq + g * each + i0 * wide, wide);
           tile.add_keys(tile.p, queries.cotangent_panels(own) + i0 * PANEL, call.T * PANEL, count,
@@ -291,14 +290,13 @@ static void bias_of(const Call& call, const Parallel& parallel) {
     for (int64_t b = shape[0] == 1 ? 0 : of_b; b < (shape[0] == 1 ? call.B : of_b + 1); b++)
       for (int64_t n = shape[1] == 1 ? 0 : of_n; n < (shape[1] == 1 ? call.N : of_n + 1); n++)
         for (int64_t q = parts == 1 ? 0 : part; q < (parts == 1 ? tiles_q : part + 1); q++) {
-          const Tiles tiles(call, b, n, q);
           const int64_t i0 = q * BQ, rows = std::min(BQ, call.T - i0), own = b * call.N + n;
-          for (int64_t t = 0; t < tiles.seen; t++) {
-            const int64_t j0 = tiles.order[t] * BK, count = std::min(BK, call.S - j0);
+          for (const Tile& of : tiles_of(call, b, n, q)) {
+            const int64_t j0 = of.at * BK, count = std::min(BK, call.S - j0);
             if (count <= 0) continue;
             tile.compute(keys.packed[b * call.K + n / group], queries.query(own),
-                         queries.cotangent(own), b, n, i0, rows, j0, count, t >= tiles.full,
-                         nullptr, true);
+                         queries.cotangent(own), b, n, i0, rows, j0, count, of.partial, nullptr,
+                         true);
             for (int64_t i = 0; i < rows; i++) {
               float* row = to + (shape[2] == 1 ? 0 : i0 + i) * shape[3];
               const float* from = tile.ds + i * tile.width;

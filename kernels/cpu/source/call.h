@@ -39,6 +39,7 @@ struct Call {
   int64_t B, T, S, N, K, H, Hv;
   int64_t threads;
   Dtype dtype;
+  bool fixed;  // sums in the order of keys and queries, whatever the tiles and the threads
   const void *query, *key, *value;
   float scale, softcap;  // softcap 0: none
 

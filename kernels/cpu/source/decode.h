@@ -445,7 +445,11 @@ static void copy_few(const Call& call, const FewSizes& sizes, float* to, uint8_t
 }
 
 template <class T>
+static void fixed_queries_of(const Call& call, const Parallel& parallel);
+
+template <class T>
 static void few_queries_of(const Call& call, const Parallel& parallel) {
+  if (call.fixed) return fixed_queries_of<T>(call, parallel);
   const FewSizes sizes = FewSizes::of<T>(call);
   const int64_t rows = sizes.rows, all_rows = call.K * rows;
   const int64_t query_size = all_rows * sizes.parts * W, record_size = all_rows * sizes.record;
@@ -486,4 +490,158 @@ static void few_queries_of(const Call& call, const Parallel& parallel) {
       finish_row<T>(call, b, row / call.T, row % call.T, sums.data(), most, total, lost);
     }
   });
+}
+
+// The same in the order of `forward_tile` with `fixed`. An item is a batch row and some adjacent key
+// heads; it computes the scores of all keys, then their maximum, and then the sums, key by key. Return
+// false if the results may not be finite.
+template <class T>
+static bool fixed_queries(const Call& call, int64_t b, int64_t k, int64_t heads) {
+  const int64_t H = call.H, Hv = call.Hv, group = call.N / call.K, each = call.T * group;
+  const int64_t rows = heads * each, columns = round_up(call.S, PANEL), parts = (Hv + W - 1) / W;
+  const int64_t record = parts * W, bytes = heads * std::max(H, Hv) * sizeof(T);
+  const int64_t block = round_up(std::min(std::max(BLOCK_BYTES / bytes, LEAST), call.S), PANEL);
+  const int64_t masked_heads = call.pairs && call.pairs_n > 1 ? heads * group : 1;
+  Scratch memory(rows * (H + columns + record + 2) + 2 * PANEL * H);
+  float *query = memory.data, *scores = query + rows * H, *sums = scores + rows * columns;
+  float *most = sums + rows * record, *total = most + rows, *own = total + rows;
+  float* turned = own + PANEL * H;
+  std::fill(sums, most, 0.0f);
+  std::fill(most, total, -INF);
+  std::fill(total, own, 0.0f);
+  for (int64_t row = 0; row < rows; row++) {  // [heads][group][T]
+    const int64_t n = k * group + row / call.T, i = row % call.T;
+    copy_row((const T*)call.query + ((b * call.T + i) * call.N + n) * H, H, 1.0f, query + row * H);
+  }
+  Scores terms(call, block);
+  Mask mask(call, block);
+  std::vector<int32_t> visible(call.num_operations ? masked_heads * call.T * block : 0);
+  std::vector<Range> ranges;  // of keys that any row sees
+  vi infinite = vi{};
+  for (int64_t j0 = 0; j0 < call.S; j0 += block) {
+    const int64_t count = std::min(block, call.S - j0);
+    Range seen{0, count};
+    if (call.num_operations) {
+      seen = {count, 0};
+      for (int64_t n = 0; n < masked_heads; n++) {
+        mask.take_keys(b, k * group + n, j0, count);
+        for (int64_t i = 0; i < call.T; i++) {
+          int64_t begin, end;
+          const int32_t* from = mask.row(i, &begin, &end);
+          std::copy(from, from + round_up(count, PANEL), visible.data() + (n * call.T + i) * block);
+          if (begin < end) seen = {std::min(seen.begin, begin), std::max(seen.end, end)};
+        }
+      }
+    }
+    if (seen.begin >= seen.end) continue;
+    const Range keys{seen.begin / PANEL * PANEL, round_up(seen.end, PANEL)};
+    ranges.push_back({j0 + keys.begin, std::min(j0 + keys.end, call.S)});
+    const int64_t step = call.K * H;
+    const T* first = (const T*)call.key + (b * call.S + j0) * step + k * H;
+    touch(first + keys.begin * step, std::min(keys.end, count) - keys.begin, heads * H * sizeof(T),
+          step * sizeof(T));
+    for (int64_t head = 0; head < heads; head++)
+      for (int64_t j = keys.begin; j < keys.end; j += PANEL) {
+        const int64_t there = std::min<int64_t>(PANEL, count - j);
+        for (int64_t i = 0; i < there; i++)
+          copy_row(first + (j + i) * step + head * H, H, call.scale, own + i * H);
+        std::fill(own + there * H, own + PANEL * H, 0.0f);
+        pack_columns(own, H, PANEL, H, turned);
+        for (int64_t row = head * each, left = each; left > 0; row += ROWS, left -= ROWS)
+          multiply<false, false>(std::min<int64_t>(ROWS, left), query + row * H, H, turned, H,
+                                 scores + row * columns + j0 + j, columns);
+      }
+    for (int64_t row = 0; row < rows; row++) {
+      const int64_t n = row / call.T, i = row % call.T;
+      float* score = scores + row * columns + j0;
+      for (int64_t j = keys.begin; j < keys.end; j += W) {
+        const vf s = load(score + j);
+        infinite |= (s - s) != 0.0f;
+      }
+      if (call.softcap > 0 || terms.has_bias()) {
+        if (terms.has_bias()) terms.take_tile(b, k * group + n, j0, count, false);
+        cap_and_bias(call, score, keys, terms.has_bias() ? terms.bias(i) : nullptr, nullptr);
+      }
+      const int32_t* here = visible.data() + ((masked_heads == 1 ? 0 : n) * call.T + i) * block;
+      vf peak = all(-INF);
+      for (int64_t j = keys.begin; j < keys.end; j += W) {
+        vf s = load(score + j);
+        if (call.num_operations)
+          s = load(here + j) != 0 ? s : all(-INF);
+        else
+          s = lane() + (int32_t)j < (int32_t)count ? s : all(-INF);
+        store(score + j, s);
+        peak = larger(s, peak);
+        infinite |= s != s;
+      }
+      most[row] = std::max(most[row], largest(peak));
+    }
+    if (any(infinite)) return false;
+  }
+  for (int64_t row = 0; row < rows; row += ROWS) {
+    const int some = std::min<int64_t>(ROWS, rows - row);
+    for (const Range& keys : ranges) {
+      for (int64_t at = row; at < row + some; at++)
+        for (int64_t j = keys.begin; j < keys.end; j += W) {
+          float* score = scores + at * columns + j;
+          store(score, most[at] == -INF ? vf{} : exp(load(score) - most[at]));
+        }
+      add_in_order(some, scores + row * columns, columns, keys, total + row);
+    }
+  }
+  const int64_t step = call.K * Hv;
+  for (const Range& keys : ranges)
+    for (int64_t j = keys.begin; j < keys.end; j += block) {
+      const int count = std::min(block, keys.end - j);
+      const T* values = (const T*)call.value + (b * call.S + j) * step + k * Hv;
+      touch(values, count, heads * Hv * sizeof(T), step * sizeof(T));
+      for (int64_t head = 0; head < heads; head++, values += Hv)
+        for (int64_t row = head * each, left = each, R; left > 0; row += R, left -= R) {
+          const float* p = scores + row * columns + j;
+          float* to = sums + row * record;
+          R = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+          if (R == 4)
+            add_values<4>(p, columns, values, step, count, Hv, parts, to, record);
+          else if (R == 2)
+            add_values<2>(p, columns, values, step, count, Hv, parts, to, record);
+          else
+            add_values<1>(p, columns, values, step, count, Hv, parts, to, record);
+        }
+    }
+  vf zeros = vf{};
+  for (int64_t at = 0; at < rows * record; at += W) zeros += load(sums + at) * 0.0f;
+  if (!(sum(zeros) == 0)) return false;
+  for (int64_t row = 0; row < rows; row++) {
+    float* own_sums = sums + row * record;  // the last register ends with the row
+    if (Hv > W && Hv % W)
+      std::copy(own_sums + record - W, own_sums + record, own_sums + Hv - W);
+    const int64_t n = k * group + row / call.T;
+    finish_row<T>(call, b, n, row % call.T, own_sums, most[row], total[row], false);
+  }
+  return true;
+}
+
+template <class T>
+static void fixed_queries_of(const Call& call, const Parallel& parallel) {
+  std::atomic<bool> finite{!call.dropout && call.Hv >= W};
+  if (finite) {
+    const int64_t most = ROW_BYTES / (call.H * sizeof(T)), wanted = call.B * call.K / (2 * call.threads);
+    const int64_t heads = std::max<int64_t>(1, std::min({call.K, most, wanted}));
+    const int64_t groups = (call.K + heads - 1) / heads;
+    parallel(call.B * groups, [&](int64_t item) {
+      const int64_t k = item % groups * heads;
+      if (!fixed_queries<T>(call, item / groups, k, std::min(heads, call.K - k))) finite = false;
+    });
+  }
+  if (finite) return;
+  // `forward_tile` knows which rows are lost; it visits all tiles, in lists of its own
+  Call again = call;
+  again.tiles_b = again.tiles_n = 1;
+  again.tile_rows = (call.T + call.block_q - 1) / call.block_q;
+  again.tile_columns = (call.S + call.block_k - 1) / call.block_k;
+  std::vector<int32_t> order(again.tile_rows * again.tile_columns), full(again.tile_rows);
+  const std::vector<int32_t> seen(again.tile_rows, again.tile_columns);
+  for (size_t at = 0; at < order.size(); at++) order[at] = at % again.tile_columns;
+  again.order = order.data(), again.full = full.data(), again.seen = seen.data();
+  forward_of<T>(again, parallel);
 }

@@ -48,10 +48,11 @@ const T* array(const ffi::AnyBuffer& buffer) {
 int64_t axis(const ffi::AnyBuffer& buffer, int at) { return buffer.dimensions()[at]; }
 
 ffi::Error called(int kind, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  float scale, float softcap, int64_t threshold, float keeps, int64_t block_q,
-                  int64_t block_k, ffi::Span<const int32_t> program,
+                  float scale, float softcap, int64_t threshold, float keeps, bool fixed,
+                  int64_t block_q, int64_t block_k, ffi::Span<const int32_t> program,
                   ffi::Span<const int32_t> constants) {
   Call call{};
+  call.fixed = fixed;
   std::vector<ffi::AnyBuffer> in;
   for (size_t i = 0; i < args.size(); i++) in.push_back(args.get<ffi::AnyBuffer>(i).value());
   std::vector<ffi::AnyBuffer> out;
@@ -114,12 +115,12 @@ ffi::Error called(int kind, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
 
 template <int kind>
 ffi::Error handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  float scale, float softcap, int64_t threshold, float keeps, int64_t block_q,
-                  int64_t block_k, ffi::Span<const int32_t> program,
+                  float scale, float softcap, int64_t threshold, float keeps, bool fixed,
+                  int64_t block_q, int64_t block_k, ffi::Span<const int32_t> program,
                   ffi::Span<const int32_t> constants) {
   try {
-    return called(kind, pool, args, rets, scale, softcap, threshold, keeps, block_q, block_k,
-                  program, constants);
+    return called(kind, pool, args, rets, scale, softcap, threshold, keeps, fixed, block_q,
+                  block_k, program, constants);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "attention: no memory is left");
   }
@@ -173,6 +174,7 @@ ffi::Error normalised(ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer bia
                                     .Attr<float>("softcap")       \
                                     .Attr<int64_t>("threshold")   \
                                     .Attr<float>("kept")          \
+                                    .Attr<bool>("fixed")          \
                                     .Attr<int64_t>("block_q")     \
                                     .Attr<int64_t>("block_k")     \
                                     .Attr<ffi::Span<const int32_t>>("program") \

@@ -168,7 +168,8 @@ struct Sums {
   // Add x[rows][k..end] W[k..end][o..o + count] to `to`.
   void add(int64_t k, int64_t end, int64_t o, int64_t count, float* to, int64_t ldy) const {
     const T* w = (const T*)p.weights + o;
-    for (; p.rows > 1 && k + DEPTH <= end; k += DEPTH)  // a single row is fully prefetched by the hardware
+    // whole rows of weights are fully prefetched by the hardware
+    for (; (p.rows > 1 || p.fixed) && k + DEPTH <= end; k += DEPTH)
       add_rows_of<T, DEPTH>(p.rows, p.x + k, p.inputs, w + k * p.outputs, p.outputs, count, to, ldy);
     for (; k < end; k++)
       add_rows_of<T, 1>(p.rows, p.x + k, p.inputs, w + k * p.outputs, p.outputs, count, to, ldy);
@@ -244,13 +245,15 @@ static void product_of(const S& how, int64_t itemsize, const Parallel& parallel)
   const int64_t rows = p.rows, inputs = p.inputs, outputs = p.outputs;
   // sums in the order of inputs are not divided into parts
   const int64_t most = rows == 1 ? MOST_ITEMS : MOST_ITEMS_OF_ROWS;
-  const int64_t wanted = std::max<int64_t>(1, std::min(most, inputs * outputs * itemsize / ITEM));
+  const int64_t wanted =
+      p.fixed ? 2 * p.threads : std::max<int64_t>(1, std::min(most, inputs * outputs * itemsize / ITEM));
   // sums of parts are written and read, so they must be few compared with the weights
   const int64_t most_parts =
       p.fixed ? 1 : std::max<int64_t>(1, inputs * itemsize / (rows * 32));
   int64_t columns = parts_of(4 * rows * outputs, SUMS);
   int64_t parts = std::min(most_parts, parts_of(wanted, columns));
-  while (columns * parts < wanted && outputs / (2 * columns) >= NARROWEST) columns *= 2;
+  const int64_t narrowest = p.fixed ? 64 : NARROWEST;
+  while (columns * parts < wanted && outputs / (2 * columns) >= narrowest) columns *= 2;
   const int64_t width = round_up(parts_of(outputs, columns), 64);
   columns = parts_of(outputs, width);
   const int64_t depth = round_up(parts_of(inputs, parts), S::STEP);
@@ -300,7 +303,7 @@ constexpr int64_t WIDEST = 256 / PANEL * PANEL;   // maximum outputs per item
 template <class T, bool X_TURNED>
 static void fixed_item(const Product& p, int64_t m, int64_t rows, int64_t o, int64_t count) {
   const int64_t panels = parts_of(count, PANEL), line = panels * PANEL;
-  const int64_t step = count <= PANEL ? p.inputs : STEP_OF_INPUTS;  // few rows, see below
+  const int64_t step = STEP_OF_INPUTS;
   Scratch packed(panels * PANEL * step), sums(rows * line);
   const T* w = (const T*)p.weights;
   if (!p.inputs) std::fill(sums.data, sums.data + rows * line, 0.0f);
@@ -327,10 +330,63 @@ static void fixed_item(const Product& p, int64_t m, int64_t rows, int64_t o, int
   for (int64_t i = 0; i < rows; i++) add_up(p, sums.data + i * line, 1, 0, m + i, o, count);
 }
 
+// W outputs of rows m .. m + M, with equal sums: the weights are transposed in registers. The weights
+// of the next W outputs are prefetched by the first rows.
+template <class T, int M>
+static inline void fixed_tile(const Product& p, int64_t m, int64_t o) {
+  const T* w = (const T*)p.weights + o * p.inputs;
+  const float* x = p.x + m * p.inputs;
+  vf sums[M];
+#pragma GCC unroll 8
+  for (int i = 0; i < M; i++) sums[i] = vf{};
+  int64_t k = 0;
+  for (; k + W <= p.inputs; k += W) {
+    vf weights[W];
+#pragma GCC unroll 16
+    for (int c = 0; c < W; c++) weights[c] = weights_at(w + c * p.inputs + k);
+    if (m == 0)
+      for (int c = 0; c < W; c++) fetch<LINE>(w + (W + c) * p.inputs + k);
+    exchange<W / 2>(weights);
+#pragma GCC unroll 16
+    for (int c = 0; c < W; c++)
+#pragma GCC unroll 8
+      for (int i = 0; i < M; i++) sums[i] += weights[c] * all(x[i * p.inputs + k + c]);
+  }
+  for (; k < p.inputs; k++) {
+    float column[W];
+    for (int c = 0; c < W; c++) column[c] = weight_at(w + c * p.inputs + k);
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i++) sums[i] += load(column) * all(x[i * p.inputs + k]);
+  }
+  for (int i = 0; i < M; i++) {
+    float own[W];
+    store(own, sums[i]);
+    add_up(p, own, 1, 0, m + i, o, W);
+  }
+}
+template <class T, int M = LANES == 16 ? 8 : 4>
+static void fixed_tiles(const Product& p, int64_t m, int64_t o) {
+  for (; m + M <= p.rows; m += M) fixed_tile<T, M>(p, m, o);
+  if constexpr (M > 1) {
+    if (m < p.rows) fixed_tiles<T, M / 2>(p, m, o);
+  }
+}
+
 template <class T>
 static void fixed_product(const Product& p, const Parallel& parallel) {
-  // few rows are multiplied in the order of memory, with equal sums
-  if (!p.turned && !p.x_turned && p.rows <= 16) return product_of(Sums<T>(p), sizeof(T), parallel);
+  // the weights of few rows are read once, in the order of memory
+  const bool few = !p.x_turned && p.rows <= 16;
+  if (few && !p.turned) return product_of(Sums<T>(p), sizeof(T), parallel);
+  if (few) {
+    const int64_t bytes = std::max<int64_t>(1, W * p.inputs * sizeof(T));
+    const int64_t width = W * std::max<int64_t>(1, ITEM / bytes);
+    return parallel(parts_of(p.outputs, width), [&](int64_t item) {
+      int64_t o = item * width;
+      const int64_t end = std::min(p.outputs, o + width);
+      for (; o + W <= end; o += W) fixed_tiles<T>(p, 0, o);
+      if (o < end) fixed_item<T, false>(p, 0, p.rows, o, end - o);
+    });
+  }
   const int64_t wanted = 4 * p.threads;
   int64_t height = std::min(TALLEST, round_up(std::max<int64_t>(p.rows, 1), ROWS)), width = WIDEST;
   while (width > PANEL && parts_of(p.rows, height) * parts_of(p.outputs, width) < wanted)
@@ -339,13 +395,8 @@ static void fixed_product(const Product& p, const Parallel& parallel) {
   parallel(parts_of(p.rows, height) * columns, [&](int64_t item) {
     const int64_t m = item / columns * height, o = item % columns * width;
     const int64_t rows = std::min(height, p.rows - m), count = std::min(width, p.outputs - o);
-    // few rows: the weights of a panel are read once, in the order of memory
-    const int64_t step = p.rows <= 16 ? PANEL : count;
-    for (int64_t j = 0; j < count; j += step) {
-      const int64_t some = std::min(step, count - j);
-      p.x_turned ? fixed_item<T, true>(p, m, rows, o + j, some)
-                 : fixed_item<T, false>(p, m, rows, o + j, some);
-    }
+    p.x_turned ? fixed_item<T, true>(p, m, rows, o, count)
+               : fixed_item<T, false>(p, m, rows, o, count);
   });
 }
 
