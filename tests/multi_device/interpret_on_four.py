@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +69,7 @@ def main() -> None:
         return jax.device_put(x, NamedSharding(mesh, P(*axes)))
 
     scanned = "scanned" in sys.argv
-    config = tj.ModelConfig(**{**vars(CONFIG), "scan_layers": scanned})
+    config = replace(CONFIG, scan_layers=scanned)
     model, params = tj.build(config), tj.init_params(config, jax.random.key(3))
     placed = jax.tree_util.tree_map_with_path(place, params)
     rows = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (clean, corrupted)]
