@@ -16,7 +16,7 @@ from tests.support import oracle
 from tests.support.tolerances import GRADIENT_F32, assert_near
 from transformer_jax.kernels import cpu
 
-NATIVE = set() if isinstance(cpu.library(), str) else {"ours native"}
+NATIVE = set() if isinstance(cpu.library(), str) else {"ours native", "ours invariant"}
 """Additional contenders if the native kernels are compiled."""
 
 

@@ -17,6 +17,7 @@ from transformer_jax.models.quantized import (
     QuantizedKernel,
     QuantizedTable,
     quantize,
+    quantized_project,
     table_logits,
 )
 from transformer_jax.models.stack import stack_layers, unstack_layers
@@ -88,6 +89,15 @@ def test_quantized_product_has_small_relative_error(rng, kind, share):
     _, back = quantize_and_back(kernel.astype(np.float32), kind)
     error = np.linalg.norm(x @ (back - kernel)) / np.linalg.norm(x @ kernel)
     assert share / 2 < error < share
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("rows", [2, 17])  # the compiled kernel takes at most 16
+def test_product_of_any_number_of_rows_matches_float64(rng, rows, kind):
+    kernel, back = quantize_and_back(rng.normal(size=(64, 12)).astype(np.float32), kind)
+    x, bias = rng.normal(size=(rows, 64)).astype(np.float32), rng.normal(size=12)
+    found = quantized_project(jnp.asarray(x), kernel, jnp.asarray(bias, jnp.float32), 1)
+    assert_near(found, x @ back + bias, 1e-5)
 
 
 @pytest.mark.slow

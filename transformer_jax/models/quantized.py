@@ -250,7 +250,10 @@ def quantized_project(
         return _multiply(contract, x, kernel, bias, True)
     rows = math.prod(x.shape[: x.ndim - contract])
     native = kernel.bits == 8 and products.takes(rows, x.dtype, kernel.values)
-    y = (_multiply_few_rows if native else _multiply)(contract, x, kernel)
+    if native:
+        y = _multiply_few_rows(contract, x, kernel)
+    else:
+        y = _multiply(contract, x, kernel, None, False)
     return y if bias is None else y + bias.reshape(*(1,) * (y.ndim - bias.ndim), *bias.shape)
 
 
@@ -259,8 +262,8 @@ def _multiply(
     contract: int,
     x: jax.Array,
     kernel: QuantizedKernel,
-    bias: jax.Array | None = None,
-    invariant: bool = False,
+    bias: jax.Array | None,
+    invariant: bool,
 ) -> jax.Array:
     """Return x W' + b, but dequantize W' only when x is available."""
     # without the barrier, XLA could dequantize all layers before the first product
@@ -284,7 +287,7 @@ def _(
     # The compiled kernel has no derivative, but the product is linear in x, and XLA can
     # differentiate the product with the dequantized kernel.
     x, kernel = primals
-    return jax.jvp(lambda x: _multiply(contract, x, kernel), (x,), tangents[:1])
+    return jax.jvp(lambda x: _multiply(contract, x, kernel, None, False), (x,), tangents[:1])
 
 
 def table_logits(
