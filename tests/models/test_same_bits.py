@@ -101,9 +101,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_attention_has_the_same_bits_in_any_tiles(mask, dtype, rng):
     length = 650  # several tiles of keys, of which some are full for some queries
-    q, k, v = (
-        jnp.asarray(rng.normal(size=(2, length, heads, 32)), dtype) for heads in (4, 2, 2)
-    )
+    q, k, v = (jnp.asarray(rng.normal(size=(2, length, heads, 32)), dtype) for heads in (4, 2, 2))
     attend = jax.jit(partial(tj.dot_product_attention, implementation="invariant", mask=mask))
     wanted = attend(q, k, v)
     positions = np.arange(length)

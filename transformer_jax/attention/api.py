@@ -319,10 +319,12 @@ def plan_mask(
     S_checked = None if call.k_positions is not None else S
     checked = B, N, T_checked, S_checked
     for name in _candidates(call, implementation):
-        plan = _plan(name, call)
+        plan, one = _plan(name, call), IMPLEMENTATIONS[name]
         if isinstance(plan, Plan):
-            shared = IMPLEMENTATIONS[name].share(replace(call, plan=plan))
-            return mask if mask is None or shared is None else PlannedMask(mask, shared, checked)
+            if mask is None or type(one).share is Implementation.share:
+                return mask
+            shared = one.share(replace(call, plan=plan))
+            return mask if shared is None else PlannedMask(mask, shared, checked)
     return mask
 
 

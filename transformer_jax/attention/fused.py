@@ -84,8 +84,9 @@ class Pallas(Implementation):
         where = self.target()
         if isinstance(where, str):
             return where
-        backend, stored = where.backend, call.block_table is not None or call.key_scale is not None
-        plain = call.plain_shapes() if stored else call
+        backend, plain = where.backend, call
+        if call.block_table is not None or call.key_scale is not None:
+            plain = call.plain_shapes()
         query, key, value, bias = plain.query, plain.key, plain.value, plain.bias
         if self.pads and 0 in (*query.shape, *key.shape, *value.shape):
             return f"an axis is empty (query {query.shape}, key {key.shape}, value {value.shape})"
