@@ -25,7 +25,7 @@ from transformer_jax.values import value_class
 
 POOLS = ("key", "value", "key_scale", "value_scale")
 POSITIONS = "q_positions", "k_positions", "block_table"  # integers
-ARRAYS = jax.Array | jax.ShapeDtypeStruct
+ARRAYS = jax.Array, jax.ShapeDtypeStruct
 DTYPES = {jnp.dtype(name): name for name in ("bfloat16", "float16", "float32", "float64")}
 
 
@@ -254,7 +254,7 @@ def check_call(
         x = as_int32(name, x) if name in POSITIONS else x
         # `jnp.asarray` would return the same array, but takes ten times as long as this type check
         arrays[name] = x if isinstance(x, ARRAYS) else jnp.asarray(x)
-    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    query, key, value = arrays["query"], arrays["key"], arrays["value"]
     sinks, key_scale, value_scale = map(arrays.get, optional[:3])
     q_positions, k_positions, block_table = map(arrays.get, POSITIONS)
     inputs = {"query": query, "key": key, "value": value}
