@@ -529,6 +529,25 @@ def test_convolution_skips_nan_in_padding_and_sums_in_float32():
     assert not np.asarray(gradients[0].astype(jnp.float32))[~valid].any()
 
 
+def test_convolution_sums_in_float32():
+    x = jnp.asarray([256.0, 1.0, -256.0], jnp.bfloat16)[None, :, None]
+    out = causal_conv(x, jnp.ones((3, 1), jnp.bfloat16))
+    assert out[0, 2, 0] == 1  # in bfloat16, 257 is rounded to 256
+
+
+def test_gradient_of_several_queries_per_state_in_optimized_program():
+    """A product of two rows per token at once would crash XLA's programs for CPUs."""
+    arrays = draw(HARDEST, 64, heads=(4, 2, 2))
+
+    @partial(jax.jit, static_argnums=0)
+    def gradient(chunk_size, *arrays):
+        loss = lambda *x: (gated_delta_rule(*x, chunk_size=chunk_size) ** 2).sum()  # noqa: E731
+        return jax.grad(loss, argnums=range(5))(*arrays)
+
+    for x, y in zip(gradient(16, *arrays), gradient(1, *arrays), strict=True):
+        assert_near(x, y, GRADIENT_F32)
+
+
 def test_convolution_gradients_match_finite_differences():
     T, options = 19, {"valid": padded(67)[:, :19], "segments": documents(67)[:, :19]}
     with jax.enable_x64(True):

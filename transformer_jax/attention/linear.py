@@ -555,42 +555,42 @@ def _in_chunks(
 
     query, key, value, decay, beta = (x if x is None else chunks(x) for x in arrays)
     assert query is not None and key is not None and value is not None
-    G, lead = query.shape[4], query.shape[:3]
-    rows, last = query, None  # [.., C, G, H], or with the delta rule [.., C, G + 1, H]
-    if beta is not None:
-        rows = jnp.concatenate([query, (beta * key)[..., None, :]], axis=-2)
-    if decay is None:
-        products = einsum("...IRH,...JH->...IRJ", rows, key)
-        products = jnp.where(jnp.tri(C, dtype=bool)[:, None], products, jnp.zeros_like(products))
-    else:
-        sums = _sums(decay)
-        if decay.shape[-1] == 1:
+    lead, G = query.shape[:3], query.shape[4]
+    per_key, sums = False, None
+    decays = jnp.tri(C, dtype=key.dtype)[None, None, None]
+    if decay is not None:
+        per_key, sums = decay.shape[-1] > 1, _sums(decay)
+        if not per_key:
             ones = jnp.ones_like(decay)
-            products = einsum("...IRH,...JH->...IRJ", rows, key)
-            products = products * _decayed_products(ones[..., None], ones, sums)
-        else:
-            products = _decayed_products(rows, key, sums)
-        since_start, until_end = sums[-1]
-        rows = rows * jnp.exp(since_start)[..., None, :]
-        key = key * jnp.exp(until_end)
-        last = jnp.exp(since_start[..., -1, :])[..., None]
-    reads = rows[..., :G, :].reshape(*lead, C * G, -1)
+            decays = _decayed_products(ones, ones, sums)
+
+    def products(rows: jax.Array) -> jax.Array:  # [.., C, R, H] to [.., C, R, C]
+        if per_key:
+            # a product of all rows at once has a gradient that crashes XLA on CPUs (jax 0.10.2)
+            each = [_decayed_products(rows[..., r, :], key, sums) for r in range(rows.shape[-2])]
+            return jnp.stack(each, axis=-2)
+        return einsum("...IRH,...JH->...IRJ", rows, key) * decays[..., None, :]
+
+    weights, reads = products(query).reshape(*lead, C * G, C), [query]
+    writes, inverse, last = key, None, None
     if beta is not None:
-        inverse = _inverse(products[..., G, :])
-        value = einsum("...IJ,...JV->...IV", inverse, beta * value)
-        written = einsum("...IJ,...JH->...IH", inverse, rows[..., G, :])
-        reads = jnp.concatenate([reads, written], axis=-2)
+        reads.append((beta * key)[..., None, :])
+        value, inverse = beta * value, _inverse(products(reads[1])[..., 0, :])
+    if sums is not None:
+        since_start, until_end = (jnp.exp(x) for x in sums[-1])
+        reads = [x * since_start[..., None, :] for x in reads]
+        writes, last = key * until_end, since_start[..., -1, :, None]
+    rows = jnp.concatenate([x.reshape(*lead, -1, x.shape[-1]) for x in reads], axis=-2)
 
     def step(S: jax.Array, chunk: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        reads, key, value, last = chunk
-        out = einsum("BNIH,BNHV->BNIV", reads, S)
-        if beta is not None:
-            value = value - out[:, :, C * G :]
+        rows, writes, value, inverse, last = chunk
+        out = einsum("BNIH,BNHV->BNIV", rows, S)
+        if inverse is not None:
+            value = einsum("BNIJ,BNJV->BNIV", inverse, value - out[:, :, C * G :])
         S = S if last is None else last * S
-        return S + einsum("BNJH,BNJV->BNHV", key, value), (out[:, :, : C * G], value)
+        return S + einsum("BNJH,BNJV->BNHV", writes, value), (out[:, :, : C * G], value)
 
-    state, (out, value) = jax.lax.scan(step, state, (reads, key, value, last))
-    weights = products[..., :G, :].reshape(*lead, C * G, C)
+    state, (out, value) = jax.lax.scan(step, state, (rows, writes, value, inverse, last))
     out = out + einsum("...IJ,...JV->...IV", weights, value)
     out = jnp.moveaxis(out.reshape(*lead, C, G, -1), (0, 2), (1, 3))  # [B, T / C, C, N, G, Hv]
     return out.reshape(out.shape[0], -1, *out.shape[3:]), state
@@ -622,46 +622,46 @@ def _sums(decay: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
 
 
 def _decayed_products(
-    rows: jax.Array,  # [c, B, N, C, R, H]
+    rows: jax.Array,  # [c, B, N, C, H]
     key: jax.Array,  # [c, B, N, C, H]
     sums: list[tuple[jax.Array, jax.Array]],
-) -> jax.Array:  # [c, B, N, C, R, C]
+) -> jax.Array:  # [c, B, N, C, C]
     """Return sum_h rows[i, h] key[j, h] exp(G_i - G_j)[h] for j <= i, and 0 for j > i.
 
     exp(-G_j) may overflow. Therefore, two adjacent blocks are joined at a time: the exponent
     G_i - G_j is the sum from the start of the right block to i, plus the sum after j up to the end
     of the left block. Neither is above 0, and each belongs to one factor of a matrix product.
     """
-    joined = jnp.sum(rows * key[..., None, :], axis=-1)[..., None, :, None]
+    joined = jnp.sum(rows * key, axis=-1)[..., None, None]
     for i, (start, end) in enumerate(sums[:-1]):
         n = 2**i
-        right = _halves(rows, n)[1] * jnp.exp(_halves(start, n)[1])[..., None, :]
+        right = _halves(rows, n)[1] * jnp.exp(_halves(start, n)[1])
         left = _halves(key, n)[0] * jnp.exp(_halves(end, n)[0])
-        joined = _join(joined, einsum("...IRH,...JH->...IRJ", right, left))
+        joined = _join(joined, einsum("...IH,...JH->...IJ", right, left))
     return joined[:, :, :, 0]
 
 
-def _inverse(lower: jax.Array) -> jax.Array:  # [c, B, N, C, C]
+def _inverse(lower: jax.Array) -> jax.Array:  # [.., C, C]
     """Return the inverse of I + L, where L is the part of `lower` below the diagonal.
 
-    The inverse of the blocks [[a, 0], [l, b]] is [[a^-1, 0], [-b^-1 l a^-1, b^-1]].
+    The inverse of [[a, 0], [l, b]] is [[a^-1, 0], [-b^-1 l a^-1, b^-1]].
     """
     *lead, C, _ = lower.shape
-    inverse = jnp.ones((*lead, C, 1, 1, 1), lower.dtype)
-    for n in (2**i for i in range(C.bit_length() - 1)):
-        blocks = lower.reshape(*lead, C // (2 * n), 2, n, C // (2 * n), 2, n)[..., 1, :, :, 0, :]
-        corner = jnp.einsum("...MIMJ->...MIJ", blocks)
-        a, b = inverse[:, :, :, 0::2, :, 0], inverse[:, :, :, 1::2, :, 0]
-        corner = -einsum("...IJ,...JK->...IK", einsum("...IJ,...JK->...IK", b, corner), a)
-        inverse = _join(inverse, corner[..., None, :])
-    return inverse[:, :, :, 0, :, 0]
+    inverse, n = jnp.ones((*lead, C, 1, 1), lower.dtype), 1
+    while n < C:
+        corners = [lower[..., i + n : i + 2 * n, i : i + n] for i in range(0, C, 2 * n)]
+        a, b = inverse[:, :, :, 0::2], inverse[:, :, :, 1::2]
+        product = einsum("...IJ,...JK->...IK", b, jnp.stack(corners, axis=3))
+        inverse = _join(inverse, -einsum("...IJ,...JK->...IK", product, a))
+        n *= 2
+    return inverse[:, :, :, 0]
 
 
 def _join(blocks: jax.Array, corner: jax.Array) -> jax.Array:
-    """Join pairs [a, b] of the blocks [.., m, n, R, n] to [[a, 0], [corner, b]]."""
+    """Join pairs a, b of the blocks [.., m, n, n] to [[a, 0], [corner, b]]."""
     a, b = blocks[:, :, :, 0::2], blocks[:, :, :, 1::2]
     top = jnp.concatenate([a, jnp.zeros_like(corner)], axis=-1)
-    return jnp.concatenate([top, jnp.concatenate([corner, b], axis=-1)], axis=-3)
+    return jnp.concatenate([top, jnp.concatenate([corner, b], axis=-1)], axis=-2)
 
 
 @jax.jit
