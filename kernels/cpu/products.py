@@ -125,10 +125,16 @@ def fixed_product(
 
 
 def fixed_sum(x: jax.Array) -> jax.Array:  # f32[..., inputs] -> f32[...]
-    """Return the sum over the last axis, in the order of the numbers (see `fixed_product`)."""
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    ones = jnp.ones((x.shape[-1], 1), jnp.float32)
-    return fixed_product(rows, ones).reshape(x.shape[:-1])
+    """Return the sum over the last axis, in an order that depends only on its length.
+
+    Numbers are added as in `fixed_product`, within parts of 256, and then the sums of the parts.
+    """
+    *lead, width = x.shape
+    if width > 256:  # one sum of all numbers would lose up to `width` times the rounding error
+        parts = jnp.pad(x, [*[(0, 0)] * len(lead), (0, -width % 256)])
+        return fixed_sum(fixed_sum(parts.reshape(*lead, -1, 256)))
+    rows = x.reshape(math.prod(lead), width)
+    return fixed_product(rows, jnp.ones((width, 1), jnp.float32)).reshape(lead)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

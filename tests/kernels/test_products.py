@@ -44,6 +44,13 @@ def test_native_product_matches_float64(rng, dtype, turned, instructions):
     check_products(rng, dtype, turned)
 
 
+@needs_kernels
+def test_long_fixed_sum_matches_float64(rng):
+    x = rng.uniform(size=(3, 50_257)).astype(np.float32)
+    wanted = x.astype(np.float64).sum(axis=1)
+    assert np.abs(products.fixed_sum(jnp.asarray(x)) / wanted - 1).max() < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.long_except("bfloat16-*", "int8-*")
 @pytest.mark.parametrize("turned", [False, True])

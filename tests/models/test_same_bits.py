@@ -2,6 +2,9 @@
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -149,6 +152,67 @@ def test_gradients_of_attention_have_the_same_bits_in_any_tiles(mask, rng):
         assert_same_bits(x[:, padding:-9], y)
 
 
+@needs_kernels
+@pytest.mark.slow_except("3")
+@pytest.mark.parametrize("page_size", [3, 8])
+def test_pages_do_not_change_the_bits_of_logits(page_size, rng):
+    model, _, apply = model_of(LLAMA)
+    tokens = rng.integers(0, 61, (5, LENGTH)).astype(np.int32)
+    wanted, capacity = np.asarray(apply(tokens)[0]), -(-LENGTH // page_size) * page_size
+    sizes = dict(num_pages=capacity // page_size * 5, page_size=page_size)
+    cache, found = tj.init_paged_cache(model.config, 5, capacity, **sizes), []
+    for part in np.split(tokens, [4, 11, 12], axis=1):
+        logits, cache = apply(part, cache=cache)
+        found.append(logits)
+    assert_same_bits(jnp.concatenate(found, 1), wanted)
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
+def test_encoders_have_the_same_bits_in_any_batch(kind, rng):
+    model, params, _ = model_of(GPT | dict(kind=kind))
+    tokens = rng.integers(0, 61, (ROWS, LENGTH)).astype(np.int32)
+
+    @jax.jit
+    def read(source):
+        if kind == "encoder":
+            return model.apply({"params": params}, source)[0]
+        return model.apply({"params": params}, source[:, :9], source=source)[0]
+
+    wanted = read(tokens)
+    for rows in (1, 5, 17):
+        assert_same_bits(read(tokens[:rows]), wanted[:rows])
+        assert_same_bits(read(tokens[-rows:]), wanted[-rows:])
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_number_of_threads_does_not_change_bits():
+    code = """
+import jax, numpy as np, transformer_jax as tj
+config = tj.ModelConfig(
+    vocab_size=61, d_model=64, num_layers=1, num_heads=1, max_len=300, invariant=True
+)
+model, params = tj.build(config), tj.init_params(config, jax.random.key(0))
+tokens = np.random.default_rng(0).integers(0, 61, (1, 301)).astype(np.int32)
+def loss(params):
+    logits = model.apply({"params": params}, tokens[:, :-1])[0]
+    return tj.cross_entropy(logits, tokens[:, 1:], invariant=True)[0]
+found = jax.jit(jax.value_and_grad(loss))(params)
+print(hash(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(found))))
+"""
+    found = set()
+    for threads in (1, 7):
+        more = {"NPROC": str(threads), "PYTHONHASHSEED": "0"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | more, capture_output=True, text=True
+        )
+        found.add(done.stdout)
+        assert done.stdout.strip(), done.stderr
+    assert len(found) == 1
+
+
 @pytest.mark.slow
 @needs_kernels
 def test_generated_tokens_and_logits_have_the_same_bits_alone_and_in_a_ragged_batch(rng):
@@ -160,13 +224,40 @@ def test_generated_tokens_and_logits_have_the_same_bits_alone_and_in_a_ragged_ba
         state = tj.init_decode_state(config, params, len(prompts), capacity)
         more |= dict(num_tokens=6, capture=("logits",))
         found = tj.generate(step, params, prompts, state, **more)
-        return np.asarray(found.tokens), np.asarray(found.captured["logits"])
+        return found.tokens, found.log_probs, found.captured["logits"][:, -6:]
 
-    tokens, logits = made(prompts, 40, lengths=lengths)
+    together = made(prompts, 40, lengths=lengths)
     for row, length in enumerate(lengths):
         alone = made(prompts[row : row + 1, :length], 24, chunk=2 if row else None)
-        assert np.array_equal(alone[0][0], tokens[row])
-        assert np.array_equal(alone[1][0, -6:], logits[row, -6:])
+        for found, wanted in zip(alone, together, strict=True):
+            assert_same_bits(found[0], wanted[row])
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize("way", ["beams", "speculation", "slots"])
+def test_log_probs_have_the_same_bits_for_any_other_rows(way, rng):
+    # with 1,000 tokens, XLA's softmax has other bits for five rows than for one
+    model, params, _ = model_of(LLAMA | dict(vocab_size=1000, num_layers=1))
+    step, config = tj.make_step(model), model.config
+    prompts = rng.integers(0, 61, (5, 7)).astype(np.int32)
+
+    def log_probs(rows):
+        state = tj.init_decode_state(config, params, len(rows), 32)
+        if way == "beams":
+            found = tj.beam_search(step, params, rows, state, num_tokens=6, num_beams=3)
+            return found.log_probs
+        if way == "speculation":
+            how = dict(proposer=tj.PromptLookup(), num_draft=2, num_tokens=6)
+            return tj.speculate(step, params, rows, state, **how).log_probs
+        requests = [tj.Request(row, 6, id=i) for i, row in enumerate(rows)]
+        state = tj.init_decode_state(config, params, 1, 32)
+        done = tj.serve_requests(step, params, requests, state, slots=len(rows), capacity=32)
+        return np.stack([x.log_probs for x in sorted(done, key=lambda x: x.id)])
+
+    wanted = log_probs(prompts)
+    for row in range(5):
+        assert_same_bits(log_probs(prompts[row : row + 1])[0], wanted[row])
 
 
 @pytest.mark.slow

@@ -49,6 +49,8 @@ class DecodeOptions(NamedTuple):
     """Number of most likely tokens to return with each chosen token."""
     chunk: int | None = None
     """Number of prompt tokens to read at a time; None means all at once."""
+    invariant: bool = False
+    """Whether the log-probabilities of a row have the same bits for any other rows."""
 
 
 @short_repr
@@ -126,7 +128,9 @@ def check_arguments(
     keys = row_keys(key, rows)
     # If no row can end early, the program does not need masks of finished rows.
     ends = bool(stop) or limits is not None
-    options = DecodeOptions(sampler, processors, stop, ends, tuple(capture), chunk=chunk)
+    options = DecodeOptions(
+        sampler, processors, stop, ends, tuple(capture), chunk=chunk, invariant=step.invariant
+    )
     limits = check_limits(limits, rows, num_tokens)
     state = make_donatable(state)
     tokens = check_with_step(step, tokens, lengths, limits, state)

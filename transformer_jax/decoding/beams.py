@@ -31,6 +31,7 @@ from transformer_jax.decoding.logit_processors import (
     check_processors,
 )
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step
+from transformer_jax.models.ops import log_softmax
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.values import value_class
@@ -189,6 +190,7 @@ def beam_search(
         stop=tuple(sorted(set(arguments.stop_tokens(stop)))),
         processors=check_processors(processors),
         chunk=chunk,
+        invariant=step.invariant,
         **{name: int(value) for name, value in counts.items()},
     )
     check_finite("diversity", diversity)
@@ -225,6 +227,7 @@ class _BeamOptions:
     processors: tuple[HistoryProcessor, ...]
     groups: int
     chunk: int | None
+    invariant: bool
 
 
 @value_class(pytree=True)
@@ -371,7 +374,7 @@ def _extend_beams(
     """Extend the beams by one token and also return the parent index of each beam, i32[B * M]."""
     rows, M = search.log_probs.shape
     extended = search.extended[:, None]
-    step_log_probs, usable = _log_probs(options.processors, history, logits)
+    step_log_probs, usable = _log_probs(options, history, logits)
     living = extended & (search.log_probs > -jnp.inf)
     nonfinite = search.nonfinite | (living & ~usable.reshape(rows, M)).any(axis=1)
     totals = search.log_probs[..., None] + step_log_probs.reshape(rows, M, logits.shape[-1])
@@ -402,19 +405,19 @@ def _extend_beams(
 
 
 def _log_probs(
-    processors: tuple[HistoryProcessor, ...],
+    options: _BeamOptions,
     history: History | None,
     logits: jax.Array,  # [R, V]
 ) -> tuple[jax.Array, jax.Array]:  # f32[R, V], bool[R]
     """Return log_softmax of the processed logits, and a mask of the usable rows."""
     logits = logits.astype(jnp.float32)
-    processed = apply_processors(processors, history, logits)
+    processed = apply_processors(options.processors, history, logits)
     # As in a sampler, the largest logit of a row must be finite. However, if the processors exclude
     # all tokens, the whole row is -inf, and the beam ends without a hypothesis.
     excluded = (processed == -jnp.inf).all(axis=-1)
     usable = has_finite_maximum(logits) & (has_finite_maximum(processed) | excluded)
     finite = has_finite_maximum(processed)[:, None]
-    log_probs = jax.nn.log_softmax(jnp.where(finite, processed, 0.0), axis=-1)
+    log_probs = log_softmax(jnp.where(finite, processed, 0.0), invariant=options.invariant)
     return jnp.where(finite, log_probs, -jnp.inf), usable
 
 

@@ -38,6 +38,7 @@ from transformer_jax.decoding.batch_rows import State, select_rows
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, apply_processors
 from transformer_jax.decoding.samplers import RowSampling, Sampler
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step, count_vocab
+from transformer_jax.models.ops import log_softmax
 from transformer_jax.programs import program
 from transformer_jax.pytree import PyTree
 from transformer_jax.sharding import by_compiler, split, split_rows, vary
@@ -280,7 +281,7 @@ def _choose_tokens(
     # Draw each row as a batch of one. With one key for all rows, a draw would depend on the
     # position of the row in the batch.
     token = jax.vmap(lambda key, row: options.sampler(key, row[None])[0])(keys, processed)
-    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    log_probs = log_softmax(logits, invariant=options.invariant)
     if options.top:
         likeliest = jax.lax.top_k(log_probs, min(options.top, log_probs.shape[-1]))
         seen = TopTokens(likeliest[1], likeliest[0])

@@ -98,7 +98,11 @@ def init_slots(
     if stop:
         arguments.check_stop(stop, step, params, 1, state)
     options = arguments.DecodeOptions(
-        Greedy() if sampler is None else sampler, processors, stop, ends=True
+        Greedy() if sampler is None else sampler,
+        processors,
+        stop,
+        ends=True,
+        invariant=step.invariant,
     )
     keys = arguments.row_keys(None, int(slots))
     return _init_slots(step, options, state, int(slots), int(capacity), bool(sampling), keys)

@@ -38,6 +38,7 @@ from transformer_jax.decoding.generation import DecodeState, start_decoding
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, apply_processors
 from transformer_jax.decoding.samplers import Greedy, Sampler
 from transformer_jax.decoding.step import Params, Step, StepLike, count_vocab
+from transformer_jax.models.ops import log_softmax
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.tracing import traced
@@ -252,7 +253,8 @@ def _speculate(
             kept = _write_tokens(history.tokens, history.length, new, gained)
             history = History(kept, history.prompt, history.length + gained)
             proposer_state = proposer.settle(proposer_state, history, gained)
-            log_probs = _gather_vocab(jax.nn.log_softmax(logits, axis=-1), jnp.clip(new, 0))
+            log_probs = log_softmax(logits, invariant=options.invariant)
+            log_probs = _gather_vocab(log_probs, jnp.clip(new, 0))
             log_probs = jnp.where(new < 0, jnp.nan, log_probs)  # as in `generate`
             written = _Output(
                 _write_tokens(written.tokens, count, new, gained),

@@ -57,6 +57,11 @@ class Step(Generic[State]):
             if name not in vars(first):
                 setattr(cls, name, getattr(Step, name))
 
+    @property
+    def invariant(self) -> bool:
+        """Whether the log-probabilities of a row must have the same bits for any other rows."""
+        return False
+
     def __call__(
         self,
         params: Params,
@@ -206,6 +211,11 @@ class AppliedStep(Step[State]):
     """
 
     model: Any  # a flax module; subclasses narrow the type
+
+    @property
+    def invariant(self) -> bool:
+        """Whether the model's config promises the same bits for any other rows."""
+        return getattr(getattr(self.model, "config", None), "invariant", False)
 
     def arguments(
         self,

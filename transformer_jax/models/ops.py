@@ -172,6 +172,21 @@ def project(
     return y.reshape(*lead, *outputs)
 
 
+def log_softmax(x: jax.Array, *, invariant: bool = False) -> jax.Array:  # [..., V] -> f32[..., V]
+    """Return x - log sum exp x over the last axis, in f32.
+
+    If `invariant` is true, a row of the result has the same bits for any other rows.
+    """
+    x = x.astype(F32)
+    if not invariant:
+        return jax.nn.log_softmax(x, axis=-1)
+    # If exp is fused with a reduction, XLA's CPU backend computes it by another library for some
+    # shapes (findings/xla_cpu_exp_by_shape.sh). A sum of one number is a call, so it is not fused.
+    top = products.fixed_sum(jnp.max(x, axis=-1, keepdims=True))
+    shifted = x - top[..., None]
+    return shifted - jnp.log(products.fixed_sum(jnp.exp(shifted)))[..., None]
+
+
 def logits(
     x: jax.Array,  # [B, T, D]
     table: jax.Array,  # [V, D]

@@ -256,8 +256,9 @@ static inline void add_in_order(int rows, const float* x, int64_t ldx, Range key
 
 // Forward: one tile of queries of one head.
 //
-// In `fixed` order, a first pass finds the maximum of each row, and the second one sums p and p v key
-// by key. So tiles, hidden keys and padding do not change the bits of a row: they add zeros.
+// In `fixed` order, a first pass finds the maximum of each row, unless there is only one tile, and the
+// second one sums p and p v key by key. Tiles, hidden keys and padding do not change the bits of a row:
+// they add zeros.
 template <class T>
 static void forward_tile(const Call& call, const Sizes& sizes, const Packed& packed, int64_t b,
                          int64_t n, int64_t tile) {
@@ -273,10 +274,10 @@ static void forward_tile(const Call& call, const Sizes& sizes, const Packed& pac
   std::fill(total, total + rows, 0.0f);
   Scores bias(call, BK);
   const std::vector<Tile> tiles = tiles_of(call, b, n, tile);
-  const int64_t visits = tiles.size(), passes = call.fixed ? 2 : 1;
+  const int64_t visits = tiles.size(), passes = call.fixed && visits > 1 ? 2 : 1;
   std::vector<int32_t> visible(ROWS * (BK + PANEL));
   for (int64_t t = 0; t < passes * visits; t++) {
-    const bool finds_most = call.fixed && t < visits, partial = tiles[t % visits].partial;
+    const bool finds_most = t + visits < passes * visits, partial = tiles[t % visits].partial;
     const int64_t j0 = tiles[t % visits].at * BK, count = std::min(BK, call.S - j0);
     if (count <= 0) continue;
     // a full tile may end after the last key; nothing past that key is visible
