@@ -256,6 +256,7 @@ def small_cases() -> list[Case]:
     none = No("has no derivative: its result is integers", TypeError)
     indices = {"grad": none, "jvp": none, "second order": none}
     state = dict(h=("b", 3, 4), keys=("b", 5, 6))
+    heads = {name: ("b", "t", 2, 3) for name in "qkv"}
     return [
         Case("apply_rope", lambda x, y: apply_rope(x["x"], y["positions"], tj.Rope()), x4, at),
         Case(
@@ -293,6 +294,28 @@ def small_cases() -> list[Case]:
             "state_attention",
             lambda x, _: state_attention(x["h"], x["keys"], w=x["w"]),
             dict(state, w=(4, 6)),
+        ),
+        Case(
+            "linear_attention",
+            lambda x, _: tj.linear_attention(x["q"], x["k"], x["v"], chunk_size=4),
+            heads,
+        ),
+        Case(
+            "gated_delta_rule",
+            lambda x, _: tj.gated_delta_rule(
+                x["q"],
+                0.3 * x["k"],
+                x["v"],
+                -jax.nn.softplus(x["decay"]),
+                jax.nn.sigmoid(x["beta"]),
+                chunk_size=4,
+            ),
+            dict(heads, decay=("b", "t", 2), beta=("b", "t", 2)),
+        ),
+        Case(
+            "causal_conv",
+            lambda x, _: tj.causal_conv(x["x"], x["w"]),
+            dict(x=("b", "t", 3), w=(4, 3)),
         ),
         Case(
             "ALiBi, RelativeBias",

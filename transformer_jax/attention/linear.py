@@ -386,7 +386,8 @@ def _attend(
     if feature_map is not None:
         query, key = (_features(feature_map, x.astype(wide), valid) for x in (query, key))
     if normalize:
-        value = jnp.concatenate([value.astype(wide), jnp.ones((B, T, Nv, 1), wide)], axis=-1)
+        value = value.astype(wide)
+        value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
     size = B, N, key.shape[3], value.shape[3]
     if initial_state is not None:
         initial_state = _shaped("initial_state", initial_state, size).astype(wide)
@@ -513,7 +514,7 @@ def _run(
     else:
         most = min(chunk_size, T) if are_concrete(T) else chunk_size
         C = 2 ** (most - 1).bit_length()
-        padding = -T % C
+        padding = (T + C - 1) // C * C - T  # a form that `jax.export` supports for an open T
         # zeros leave the state unchanged
         pad = lambda x: jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
         out, state = _in_chunks([x if x is None else pad(x) for x in arrays], state, C)
