@@ -406,7 +406,9 @@ static void product_as(const S& how, int64_t itemsize, const Parallel& parallel)
 }
 
 static void product(const Product& p, const Parallel& parallel) {
-  if (p.fixed) switch (p.dtype) {
+  // for a single row, transposing float32 weights in registers is also the fastest order
+  const bool transposes = p.turned && p.rows == 1 && p.dtype == Weights::float32;
+  if (p.fixed || transposes) switch (p.dtype) {
       case Weights::float32: return fixed_product<float>(p, parallel);
       case Weights::bfloat16: return fixed_product<bfloat16>(p, parallel);
       case Weights::int8: return fixed_product<int8_t>(p, parallel);
