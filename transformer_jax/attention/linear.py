@@ -567,6 +567,7 @@ def _in_chunks(
 
     def products(rows: jax.Array) -> jax.Array:  # [.., C, R, H] to [.., C, R, C]
         if per_key:
+            assert sums is not None
             # a product of all rows at once has a gradient that crashes XLA on CPUs (jax 0.10.2)
             each = [_decayed_products(rows[..., r, :], key, sums) for r in range(rows.shape[-2])]
             return jnp.stack(each, axis=-2)
