@@ -120,6 +120,10 @@ def fixed_product(
         raise NotImplementedError("invariant=True computes in float32, but x is float64")
     if jnp.dtype(weights.dtype).name not in DTYPES:
         weights = weights.astype(jnp.float32)
+    if 0 in (*x.shape, *weights.shape):  # the kernel divides the inputs, so there must be some
+        rows, outputs = x.shape[1 if x_turned else 0], weights.shape[0 if turned else 1]
+        y = jnp.zeros((rows, outputs), jnp.float32)
+        return y if bias is None else y + bias[None].astype(jnp.float32)
     bias = jnp.zeros((0,), jnp.float32) if bias is None else bias.astype(jnp.float32)
     return _fixed(turned, x_turned, x.astype(jnp.float32), weights, bias)
 
@@ -132,7 +136,7 @@ def fixed_sum(x: jax.Array) -> jax.Array:  # f32[..., inputs] -> f32[...]
     *lead, width = x.shape
     if width > 256:  # one sum of all numbers would lose up to `width` times the rounding error
         parts = jnp.pad(x, [*[(0, 0)] * len(lead), (0, -width % 256)])
-        return fixed_sum(fixed_sum(parts.reshape(*lead, -1, 256)))
+        return fixed_sum(fixed_sum(parts.reshape(*lead, parts.shape[-1] // 256, 256)))
     rows = x.reshape(math.prod(lead), width)
     return fixed_product(rows, jnp.ones((width, 1), jnp.float32)).reshape(lead)
 

@@ -598,6 +598,9 @@ BAD = {
     "decay shape": ({"decay": zeros(2, 5, 2)}, r"decay has shape \(2, 5, 2\): must be \(2, 5, 4\)"),
     "decay per key": ({"decay": zeros(2, 5, 4, 7)}, r"decay has shape .*: must be \(2, 5, 4, 3\)"),
     "growth": ({"decay": np.full(D, 0.5, np.float32)}, "decay contains 0.5: must be at most 0"),
+    "no decay": ({"decay": None}, "decay is None: must be an array"),
+    "no beta": ({"beta": None}, "beta is None: must be an array"),
+    "no query": ({"query": None}, "query is None: must be an array"),
     "decay dtype": ({"decay": zeros(*D, dtype="int32")}, "decay is int32: must be one of"),
     "beta": ({"beta": zeros(2, 5, 2)}, r"beta has shape \(2, 5, 2\): must be \(2, 5, 4\)"),
     "segments": ({"segments": zeros(2, 4, dtype="int32")}, r"segments is int32\(2, 4\): must be"),
@@ -625,6 +628,7 @@ def test_invalid_argument_error_names_value_and_rule(case):
 
 BAD_FEATURES = {
     "scale": ({"scale": 1.0}, "scale is 1.0: must be None with normalize=True"),
+    "name of a map": ({"feature_map": "elu"}, "feature_map is 'elu': must be a function of an array"),
     "shape": ({"feature_map": lambda x: x[0]}, r"returned float32\(5, 2, 3\): must be float32\[2"),
     "dtype": ({"feature_map": lambda x: x > 0}, r"returned bool.*: must be float32\[2, 5, 2, wid"),
     "nothing": ({"feature_map": lambda x: None}, r"returned NoneType: must be float32\[2, 5, 2"),
@@ -662,3 +666,21 @@ def test_invalid_argument_of_convolution_is_rejected(case):
     changed, message = BAD_CONV[case]
     with pytest.raises(ValueError, match=message):
         causal_conv(**{"x": zeros(2, 5, 3), "weight": zeros(4, 3)} | changed)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 2, 4), (2, 5, 2, 0)])
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_empty_arrays_give_empty_results(sizes, chunk_size):
+    B, T, N, Hv = sizes
+    query, value = zeros(B, T, N, 3), zeros(B, T, N, Hv)
+    more = dict(chunk_size=chunk_size, return_state=True)
+    out, state = gated_delta_rule(query, query, value, zeros(B, T, N), zeros(B, T, N), **more)
+    assert out.shape == sizes and state.shape == (B, N, 3, Hv)
+
+
+def test_decay_of_padding_is_not_checked():
+    query, decay, valid = zeros(1, 3, 1, 2), zeros(1, 3, 1), np.array([[True, True, False]])
+    decay[:, 2] = 1
+    assert not gated_linear_attention(query, query, query, decay, valid=valid).any()
+    with pytest.raises(ValueError, match="decay contains 1"):
+        gated_linear_attention(query, query, query, decay, valid=~valid)

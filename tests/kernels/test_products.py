@@ -45,6 +45,20 @@ def test_native_product_matches_float64(rng, dtype, turned, instructions):
 
 
 @needs_kernels
+def test_fixed_product_of_empty_arrays():
+    bias = jnp.arange(4.0)
+    y = products.fixed_product(jnp.zeros((3, 0)), jnp.zeros((0, 4)), bias=bias)
+    assert_same_bits(y, np.tile(np.arange(4, dtype=np.float32), (3, 1)))
+    assert products.fixed_product(jnp.zeros((0, 5)), jnp.zeros((5, 4))).shape == (0, 4)
+    assert products.fixed_sum(jnp.zeros((2, 0, 300))).shape == (2, 0)
+    assert not products.fixed_sum(jnp.zeros((2, 0))).any()
+    gradient = jax.grad(
+        lambda b: products.fixed_product(jnp.zeros((0, 5)), jnp.ones((5, 4)), bias=b).sum()
+    )
+    assert not gradient(bias).any()
+
+
+@needs_kernels
 def test_long_fixed_sum_matches_float64(rng):
     x = rng.uniform(size=(3, 50_257)).astype(np.float32)
     wanted = x.astype(np.float64).sum(axis=1)

@@ -58,6 +58,18 @@ def test_invariant_logits_have_the_same_bits_in_every_call(fields, rng):
 
 
 @needs_kernels
+def test_empty_batch_has_no_logits_and_a_zero_gradient():
+    model, params, _ = model_of(GPT)
+
+    def loss(params):
+        logits = model.apply({"params": params}, np.zeros((0, 5), np.int32))[0]
+        assert logits.shape == (0, 5, 61)
+        return tj.cross_entropy(logits, jnp.zeros((0, 5), jnp.int32), invariant=True)[0]
+
+    assert not any(x.any() for x in jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
+
+
+@needs_kernels
 def test_bits_of_a_row_depend_on_the_batch_without_invariant(rng):
     fields = LLAMA | dict(d_model=96)
     tokens = rng.integers(0, 61, (ROWS, LENGTH)).astype(np.int32)

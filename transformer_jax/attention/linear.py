@@ -155,6 +155,7 @@ def gated_linear_attention(
     Raises:
         ValueError: If the arguments are invalid or do not match.
     """
+    decay = _floating("decay", decay)
     return _attend(
         query, key, value, decay, None,
         scale=scale, segments=segments, valid=valid, initial_state=initial_state,
@@ -203,6 +204,7 @@ def delta_rule(
     Raises:
         ValueError: If the arguments are invalid or do not match.
     """
+    beta = _floating("beta", beta)
     return _attend(
         query, key, value, None, beta,
         scale=scale, segments=segments, valid=valid, initial_state=initial_state,
@@ -269,6 +271,7 @@ def gated_delta_rule(
     Raises:
         ValueError: If the arguments are invalid or do not match.
     """
+    decay, beta = _floating("decay", decay), _floating("beta", beta)
     return _attend(
         query, key, value, decay, beta,
         scale=scale, segments=segments, valid=valid, initial_state=initial_state,
@@ -348,6 +351,8 @@ def _attend(
     normalize: bool = False,
 ) -> Result:
     """Check the arguments, and compute the output and the state."""
+    if not (feature_map is None or callable(feature_map)):
+        raise ValueError(f"feature_map is {feature_map!r}: must be a function of an array, or None")
     query, key, value = (
         _floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -367,16 +372,19 @@ def _attend(
     if 0 in (Nq, Nk, Nv) or N % Nk or N % Nv or max(N, Nq) % min(N, Nq):
         rule = "of the heads of key and value, the smaller number must divide the larger, N, and"
         raise ValueError(f"{shapes}: {rule} the heads of query must divide N or be a multiple of N")
+    segments, valid = _check_tokens(segments, valid, (B, T))
     if decay is not None:
-        per_key = jnp.asarray(decay).ndim == 4
+        per_key = np.ndim(decay) == 4
         decay = _shaped("decay", decay, (B, T, N, H) if per_key else (B, T, N))
         known = concrete_value(decay)
+        if known is not None and valid is not None:  # the decay of padding is not read
+            seen = concrete_value(valid)
+            known = None if seen is None else known[seen]
         if known is not None and (known > 0).any():
             rule = "must be at most 0, because it is the logarithm of a factor of at most 1"
             raise ValueError(f"decay contains {known[known > 0][0]}: {rule}")
         decay = decay if per_key else decay[..., None]
     beta = None if beta is None else _shaped("beta", beta, (B, T, N))
-    segments, valid = _check_tokens(segments, valid, (B, T))
     check_count("chunk_size", chunk_size, 1)
     if scale is None:
         scale = 1.0 if normalize else H**-0.5
@@ -410,6 +418,8 @@ def _attend(
 
 def _floating(name: str, x: jax.Array) -> jax.Array:
     """Return an array of one of the supported dtypes."""
+    if x is None:
+        raise ValueError(f"{name} is None: must be an array")
     # JAX would round it to float32
     if getattr(x, "dtype", None) == np.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(f"{name} is float64: needs jax_enable_x64")
@@ -582,7 +592,8 @@ def _in_chunks(
         since_start, until_end = (jnp.exp(x) for x in sums[-1])
         reads = [x * since_start[..., None, :] for x in reads]
         writes, last = key * until_end, since_start[..., -1, :, None]
-    rows = jnp.concatenate([x.reshape(*lead, -1, x.shape[-1]) for x in reads], axis=-2)
+    reads = [x.reshape(*lead, C * x.shape[-2], x.shape[-1]) for x in reads]
+    rows = jnp.concatenate(reads, axis=-2)
 
     def step(S: jax.Array, chunk: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         rows, writes, value, inverse, last = chunk
@@ -594,8 +605,9 @@ def _in_chunks(
 
     state, (out, value) = jax.lax.scan(step, state, (rows, writes, value, inverse, last))
     out = out + einsum("...IJ,...JV->...IV", weights, value)
-    out = jnp.moveaxis(out.reshape(*lead, C, G, -1), (0, 2), (1, 3))  # [B, T / C, C, N, G, Hv]
-    return out.reshape(out.shape[0], -1, *out.shape[3:]), state
+    out = out.reshape(*lead, C, G, out.shape[-1])
+    out = jnp.moveaxis(out, (0, 2), (1, 3))  # [B, T / C, C, N, G, Hv]
+    return out.reshape(out.shape[0], out.shape[1] * C, *out.shape[3:]), state
 
 
 def _halves(x: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:

@@ -202,7 +202,7 @@ def logits(
     if invariant:
         if table.dtype != jnp.bfloat16:
             table = table.astype(x.dtype)
-        y = products.fixed_product(x.reshape(rows, -1), table, bias=bias, turned=True)
+        y = products.fixed_product(x.reshape(rows, x.shape[2]), table, bias=bias, turned=True)
         return y.reshape(*x.shape[:2], len(table))
     if not (table.dtype == jnp.bfloat16 and products.takes(rows, x.dtype, table)):
         table = table.astype(x.dtype)
