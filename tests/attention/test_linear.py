@@ -628,7 +628,7 @@ def test_invalid_argument_error_names_value_and_rule(case):
 
 BAD_FEATURES = {
     "scale": ({"scale": 1.0}, "scale is 1.0: must be None with normalize=True"),
-    "name of a map": ({"feature_map": "elu"}, "feature_map is 'elu': must be a function of an array"),
+    "name of a map": ({"feature_map": "elu"}, "feature_map is 'elu': must be a function"),
     "shape": ({"feature_map": lambda x: x[0]}, r"returned float32\(5, 2, 3\): must be float32\[2"),
     "dtype": ({"feature_map": lambda x: x > 0}, r"returned bool.*: must be float32\[2, 5, 2, wid"),
     "nothing": ({"feature_map": lambda x: None}, r"returned NoneType: must be float32\[2, 5, 2"),

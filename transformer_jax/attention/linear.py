@@ -352,7 +352,7 @@ def _attend(
 ) -> Result:
     """Check the arguments, and compute the output and the state."""
     if not (feature_map is None or callable(feature_map)):
-        raise ValueError(f"feature_map is {feature_map!r}: must be a function of an array, or None")
+        raise ValueError(f"feature_map is {feature_map!r}: must be a function, or None")
     query, key, value = (
         _floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
