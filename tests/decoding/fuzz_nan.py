@@ -122,6 +122,8 @@ def losses(x):
     return jax.vmap(of_row)(x)
 
 
+BEAMS = beams._BeamOptions(1, 1, 1, (), (tj.Ban(3),), 1, None, False)
+
 PLACES = {
     **{f"{s!r}": lambda x, s=s: s(jax.random.clone(KEY), x) == -1 for s in SAMPLERS},
     **{f"{s!r}.distribution": lambda x, s=s: jnp.isnan(s.distribution(x)).all(-1)
@@ -131,7 +133,7 @@ PLACES = {
     "Greedy.distribution": lambda x: ~has_finite_maximum(tj.Greedy().distribution(x)),
     "RowSampling": by_rows,
     "Ban": lambda x: ~has_finite_maximum(history(x)),
-    "beams": lambda x: ~beams._log_probs((tj.Ban(3),), object(), x)[1],
+    "beams": lambda x: ~beams._log_probs(BEAMS, object(), x)[1],
     "speculation": proposed,
     "pooling": lambda x: ~jnp.isfinite(
         pool_sentences(x[:, :, None], jnp.ones(x.shape, bool), "max", False)[:, 0]),
