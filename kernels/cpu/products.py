@@ -120,10 +120,6 @@ def fixed_product(
         raise NotImplementedError("invariant=True computes in float32, but x is float64")
     if jnp.dtype(weights.dtype).name not in DTYPES:
         weights = weights.astype(jnp.float32)
-    if 0 in (*x.shape, *weights.shape):  # the kernel divides the inputs, so there must be some
-        rows, outputs = x.shape[1 if x_turned else 0], weights.shape[0 if turned else 1]
-        y = jnp.zeros((rows, outputs), jnp.float32)
-        return y if bias is None else y + bias[None].astype(jnp.float32)
     bias = jnp.zeros((0,), jnp.float32) if bias is None else bias.astype(jnp.float32)
     return _fixed(turned, x_turned, x.astype(jnp.float32), weights, bias)
 

@@ -608,7 +608,8 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
   std::normal_distribution<float> normal;
   Product p{};
   p.fixed = between(0, 1), p.x_turned = p.fixed && between(0, 1), p.threads = 2;
-  p.rows = between(1, p.fixed ? 40 : 16), p.inputs = between(1, 400), p.outputs = between(1, 700);
+  p.rows = between(1, p.fixed ? 40 : 16), p.outputs = between(1, 700);
+  p.inputs = between(0, 15) ? between(1, 400) : 0;
   const auto at_x = [&](int64_t row, int64_t input) {
     return p.x_turned ? input * p.rows + row : row * p.inputs + input;
   };
@@ -626,7 +627,7 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
   if (bytes.size() && !between(0, 3)) x[between(0, x.size() - 1)] *= 1e4f;
   if (!between(0, 7))
     for (int64_t i = 0; i < p.inputs; i++) x[at_x(0, i)] = 0;
-  const bool broken = !between(0, 7);  // a single row is NaN
+  const bool broken = p.inputs && !between(0, 7);  // a single row is NaN
   if (broken) x[at_x(0, between(0, p.inputs - 1))] = NAN;
   p.x = x.data(), p.y = y.data();
   p.scale = between(0, 1) ? scale.data() : nullptr, p.bias = between(0, 1) ? bias.data() : nullptr;

@@ -45,11 +45,22 @@ def test_native_product_matches_float64(rng, dtype, turned, instructions):
 
 
 @needs_kernels
-def test_fixed_product_of_empty_arrays():
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_of_empty_arrays(turned):
     bias = jnp.arange(4.0)
-    y = products.fixed_product(jnp.zeros((3, 0)), jnp.zeros((0, 4)), bias=bias)
-    assert_same_bits(y, np.tile(np.arange(4, dtype=np.float32), (3, 1)))
-    assert products.fixed_product(jnp.zeros((0, 5)), jnp.zeros((5, 4))).shape == (0, 4)
+    for product in (products.product, products.fixed_product):
+        weights = jnp.zeros((4, 0) if turned else (0, 4))
+        y = product(jnp.zeros((3, 0)), weights, bias=bias, turned=turned)
+        assert_same_bits(y, np.tile(np.arange(4, dtype=np.float32), (3, 1)))
+        weights = jnp.zeros((4, 5) if turned else (5, 4))
+        assert product(jnp.zeros((0, 5)), weights, turned=turned).shape == (0, 4)
+        weights = jnp.zeros((0, 5) if turned else (5, 0))
+        assert product(jnp.zeros((3, 5)), weights, turned=turned).shape == (3, 0)
+
+
+@needs_kernels
+def test_fixed_sums_of_empty_arrays():
+    bias = jnp.arange(4.0)
     assert products.fixed_sum(jnp.zeros((2, 0, 300))).shape == (2, 0)
     assert not products.fixed_sum(jnp.zeros((2, 0))).any()
     gradient = jax.grad(

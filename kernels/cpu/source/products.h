@@ -256,8 +256,8 @@ static void product_of(const S& how, int64_t itemsize, const Parallel& parallel)
   while (columns * parts < wanted && outputs / (2 * columns) >= narrowest) columns *= 2;
   const int64_t width = round_up(parts_of(outputs, columns), 64);
   columns = parts_of(outputs, width);
-  const int64_t depth = round_up(parts_of(inputs, parts), S::STEP);
-  parts = parts_of(inputs, depth);
+  const int64_t depth = round_up(std::max<int64_t>(1, parts_of(inputs, parts)), S::STEP);
+  parts = std::max<int64_t>(1, parts_of(inputs, depth));  // without inputs, y is the bias
   const int64_t line = width + W;  // rows at power-of-two distances would conflict in the cache
   Scratch sums(columns * parts * rows * line);
   std::vector<std::atomic<int64_t>> left(columns);  // unfinished parts
@@ -406,6 +406,7 @@ static void product_as(const S& how, int64_t itemsize, const Parallel& parallel)
 }
 
 static void product(const Product& p, const Parallel& parallel) {
+  if (!p.rows || !p.outputs) return;
   // for a single row, transposing float32 weights in registers is also the fastest order
   const bool transposes = p.turned && p.rows == 1 && p.dtype == Weights::float32;
   if (p.fixed || transposes) switch (p.dtype) {
