@@ -151,6 +151,9 @@ MADE = {
     "Segments": lambda kind: kind(IDS),
     "SentenceEncoder": lambda kind: kind(CONFIG, params(), "mean", True, 17),
     "SpecialTokens": lambda kind: kind(LETTERS, tuple(f"<{n}>" for n in MANY)),
+    "StateCache": lambda kind: tj.init_cache(
+        dataclasses.replace(CONFIG, mixers=("gated_delta",), gated_delta=tj.GatedDelta()), 2, 17
+    ).layers[0],
     "StreamingEncoder": lambda kind: kind(
         dataclasses.replace(CONFIG, window=5, positions="rope"), 7
     ),

@@ -18,11 +18,12 @@ The public names are listed below. Import other names from their modules, such a
                    RelativeBias
     Configs        ModelConfig, RecurrentConfig, ConvolutionConfig, WindowConfig, NgramConfig,
                    LoraConfig, TrainConfig, preset, train_preset, PRESETS, ConfigError, Rope,
-                   Sinusoidal, Learned, Shaw, T5Buckets, Vectors, Frames, Patches, Experts
+                   Sinusoidal, Learned, Shaw, T5Buckets, Vectors, Frames, Patches, Experts,
+                   GatedDelta
     Models         build, init_params, num_params, places, quantize, Decoder, Encoder,
                    EncoderDecoder, StreamingEncoder
     Caches         init_cache, init_paged_cache, init_decode_state, cache_bytes, rewind_cache,
-                   fork, KVCache, ModelCache, PagedCache
+                   fork, KVCache, ModelCache, PagedCache, StateCache
     Decoding       make_step, generate, stream, prefill, beam_search, LengthPenalty, speculate,
                    Draft, PromptLookup, serve_requests, Request
     Samplers       Greedy, Sample, Temperature, TopK, TopP, MinP
@@ -71,11 +72,13 @@ from transformer_jax.attention.masks import (
 from transformer_jax.cache.kv_cache import KVCache
 from transformer_jax.cache.model_cache import ModelCache, rewind_cache
 from transformer_jax.cache.paged_cache import PagedCache
+from transformer_jax.cache.state_cache import StateCache
 from transformer_jax.config import (
     PRESETS,
     ConfigError,
     Experts,
     Frames,
+    GatedDelta,
     Learned,
     LoraConfig,
     ModelConfig,
@@ -164,6 +167,7 @@ __all__ = [
     "ForceLast",
     "Frames",
     "FrequencyPenalty",
+    "GatedDelta",
     "Greedy",
     "KVCache",
     "LanguageModel",
@@ -193,6 +197,7 @@ __all__ = [
     "Segments",
     "Shaw",
     "Sinusoidal",
+    "StateCache",
     "StreamingEncoder",
     "T5Buckets",
     "Temperature",

@@ -30,7 +30,13 @@ from transformer_jax.__main__ import COMMANDS
 from transformer_jax.__main__ import main as run_command
 from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.checkpoint import saved_steps
-from transformer_jax.checkpoints.run_folder import RunFolder, locked, tokenizer_sha256
+from transformer_jax.checkpoints.run_folder import (
+    RunFolder,
+    config_from_json,
+    config_to_json,
+    locked,
+    tokenizer_sha256,
+)
 from transformer_jax.cli import command, evaluate, generate, plan
 from transformer_jax.cli.flags import spelled
 from transformer_jax.cli.report import suggested_prompt, summary
@@ -198,7 +204,7 @@ def test_every_config_field_has_flag():
     inputs = tj.Patches, tj.Frames, tj.Vectors
     expected = expected.union(*map(flat, (*KINDS.values(), *TASKS.values(), *inputs)))
     expected = expected.union(
-        *map(flat, (*get_args(Optimizer), MeshConfig, tj.LoraConfig, tj.Experts))
+        *map(flat, (*get_args(Optimizer), MeshConfig, tj.LoraConfig, tj.Experts, tj.GatedDelta))
     )
     assert {path[-1] for path in FLAGS.fields} == expected
     argv = (
@@ -222,6 +228,16 @@ def test_every_config_field_has_flag():
     assert (config.context, config.data, config.eval_batches) == (32, "-", 3)
     assert config.min_learning_rate == 1e-5
     assert vocab_size is None
+
+
+def test_pattern_of_mixers_is_read_from_flags_and_from_a_file():
+    argv = "--data - --mixers gated_delta,attention --gated-delta gateddelta --num-key-heads 2"
+    config, _ = configured(argv.split())
+    assert config.model.mixers == ("gated_delta", "attention")
+    assert config.model.gated_delta == tj.GatedDelta(num_key_heads=2)
+    assert config_from_json(config_to_json(config)) == config
+    with pytest.raises(tj.ConfigError, match=r"mixers is 'mamba': must be attention\|gated_delta"):
+        configured("--data - --mixers attention,mamba".split())
 
 
 def test_lora_subcommand_leaves_short_flags_for_model():

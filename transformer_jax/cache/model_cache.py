@@ -11,12 +11,14 @@ import numpy as np
 
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache as paged
+from transformer_jax.cache import state_cache
+from transformer_jax.cache.state_cache import StateCache
 from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.config import ModelConfig
 from transformer_jax.tracing import concrete_value, eagerly
 from transformer_jax.values import value_class
 
-Layers = tuple[kv.KVCache, ...] | tuple[paged.PagedCache, ...] | kv.KVCache
+Layers = tuple[kv.KVCache | StateCache, ...] | tuple[paged.PagedCache, ...] | kv.KVCache
 """One cache per layer, or for a scanned stack, one cache with leaves [B, L, ...]."""
 
 
@@ -47,11 +49,18 @@ class ModelCache:
 
     @property
     def capacity(self) -> int:
-        """Return the number of slots per row in the layer with the most slots."""
+        """Return the number of slots per row in the layer with the most slots, or 0 if none has."""
         layers: Any = self.layers
         if self.is_scanned:
             return int(layers.k.shape[2])
-        return max(layer.capacity for layer in layers)
+        slots = (layer.capacity for layer in layers if not isinstance(layer, StateCache))
+        return max(slots, default=0)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any layer has a state, which cannot drop tokens, instead of keys and values."""
+        layers: Any = () if self.is_scanned else self.layers
+        return any(isinstance(layer, StateCache) for layer in layers)
 
     @property
     def exhausted(self) -> jax.Array | None:  # bool[B]
@@ -81,9 +90,10 @@ def rewind_cache(
         The cache that results if each row reads only its first `length[b]` tokens.
 
     Raises:
-        ValueError: If `length` is not an integer array [B].
+        ValueError: If `length` is not an integer array [B], or if a layer has a state.
     """
     check_is_cache(cache)
+    refuse_state(cache, "rewind_cache")
     length = jnp.asarray(length)
     layers: Any = cache.layers
     if cache.is_scanned:
@@ -147,21 +157,29 @@ def refuse_pages(state: object, what: str) -> None:
         raise ValueError(f"{what} does not support a PagedCache: {rule}")
 
 
+def refuse_state(cache: object, what: str) -> None:
+    """Raise ValueError if a layer of a cache has a state instead of keys and values."""
+    if isinstance(cache, ModelCache) and cache.has_state:
+        rule = "tokens cannot be removed from the state of a gated_delta layer"
+        raise ValueError(f"{what} does not support a StateCache: {rule}")
+
+
 def max_positions(config: ModelConfig, cache: ModelCache) -> int | None:
     """Return the number of positions that fit in a model's cache, or None if it never fills up."""
     return cache.capacity if cache.exhausted is not None else cache_limit(config, cache.capacity)
 
 
 def cache_limit(config: ModelConfig, capacity: int) -> int | None:
-    """Return the number of positions that fit in a cache, or None if all layers are rings.
+    """Return the number of positions that fit in a cache, or None if it never fills up.
 
-    A ring has slots for its window and the sink tokens, and never fills up.
+    A ring has slots for its window and the sink tokens, and never fills up. Neither does a state.
 
     Args:
         config: the config of a decoder or an encoder-decoder.
         capacity: the number of slots per row in the layer with the most slots.
     """
-    rings = [_slots(config, i, capacity)[1] for i in range(config.decoder_layers)]
+    attention = [i for i in range(config.decoder_layers) if config.mixer(i) == "attention"]
+    rings = [_slots(config, i, capacity)[1] for i in attention]
     return None if all(rings) else capacity
 
 
@@ -184,8 +202,15 @@ def empty_layers(
 
     heads = config.kv_heads, config.key_dim, config.value_dim
     dtype = config.dtype if dtype is None else dtype
-    layers: list[kv.KVCache] = []
+    layers: list[kv.KVCache | StateCache] = []
     for i in range(1 if config.scan_layers else depth):
+        if config.mixer(i) == "gated_delta":
+            assert config.gated_delta is not None
+            one = config.gated_delta
+            sizes = one.num_value_heads, one.key_dim, one.value_dim
+            tail = one.conv_width - 1, one.channels
+            layers.append(state_cache.init(batch, sizes, tail, config.dtype))
+            continue
         slots, is_ring = _slots(config, i, capacity, slack)
         sinks = config.sink_tokens if is_ring else 0
         layers.append(kv.init(batch, slots, *heads, dtype, sinks))
@@ -237,6 +262,11 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
     layers = cache.layers
     for i in range(1 if config.scan_layers else depth):
         layer: Any = layers if cache.is_scanned else layers[i]
+        if isinstance(layer, StateCache) != (config.mixer(i) == "gated_delta"):
+            rule = f"layer {i} of the model has the mixer {config.mixer(i)}"
+            raise ValueError(f"cache.layers[{i}] is of type {type(layer).__name__}, but {rule}")
+        if isinstance(layer, StateCache):
+            continue
         if isinstance(layer, paged.PagedCache) != (cache.exhausted is not None):
             raise ValueError(
                 f"cache.layers[{i}] is of type {type(layer).__name__}, but other layers are not"

@@ -162,7 +162,7 @@ def _fits(value: object, hint: Hint) -> bool:
         return value in get_args(hint) and isinstance(value, str)
     if get_origin(hint) is tuple:
         item = get_args(hint)[0]
-        kinds = get_args(item) or (item,)
+        kinds = (item,) if get_origin(item) in (None, Literal) else get_args(item)
         return type(value) is tuple and all(any(_fits(v, k) for k in kinds) for v in value)
     if hint is float:
         # `isinstance` would accept True as an integer.

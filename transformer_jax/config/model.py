@@ -30,6 +30,7 @@ from transformer_jax.config.fields import (
 from transformer_jax.config.inputs import Frames, Patches, Vectors
 from transformer_jax.config.keywords import config_class
 from transformer_jax.config.kinds import register
+from transformer_jax.config.mixers import GatedDelta, Mixer
 from transformer_jax.config.positions import (
     CustomPositions,
     Learned,
@@ -94,6 +95,12 @@ class ModelConfig(AnyModelConfig):
     feed-forward network."""
     experts: Experts | None = None
     """Mixture of experts that replaces each feed-forward network. None disables it."""
+    mixers: tuple[Mixer, ...] | None = None
+    """decoder: mixer of each layer, a pattern that is repeated over the layers of a looped stack:
+    layer i uses item i % len(mixers). gated_delta has a state of fixed size instead of keys and
+    values. None uses attention in all layers."""
+    gated_delta: GatedDelta | None = None
+    """Sizes of the gated_delta layers, which `mixers` requires."""
     block: CustomBlock | None = None
     """Custom block, an instance of your own subclass of CustomBlock. Only available in Python."""
     max_len: Size = 256
@@ -256,6 +263,20 @@ class ModelConfig(AnyModelConfig):
                 fail("window", self.window, "a pattern needs a looped stack: scan_layers False")
         if not any(self.windows):
             unread(self, "needs a window", "sink_tokens")
+        if self.mixers is not None:
+            if not 1 <= len(self.mixers) <= self.num_layers:
+                rule = f"a pattern must have from 1 to {self.num_layers} (num_layers) items"
+                fail("mixers", self.mixers, rule)
+            if self.kind != "decoder":
+                fail("mixers", self.mixers, "needs kind 'decoder'")
+            if self.scan_layers:
+                fail("mixers", self.mixers, "a pattern needs a looped stack: scan_layers False")
+            if self.block is not None:
+                fail("mixers", self.mixers, "is not supported with a custom block")
+        if not self.has_state:
+            unread(self, "needs gated_delta in mixers", "gated_delta")
+        elif self.gated_delta is None:
+            fail("gated_delta", None, "must be set, because mixers contains gated_delta")
         if self.head_dim is None and self.d_model % self.num_heads:
             fail("num_heads", self.num_heads, f"must divide d_model {self.d_model}")
         if self.num_heads % self.kv_heads:
@@ -265,7 +286,7 @@ class ModelConfig(AnyModelConfig):
             unread(self, rule, "norm_unit_offset", "embedding_norm", "first_norm")
             if not self.is_parallel:
                 unread(self, rule, "norm_order")
-            if not (self.qk_norm or self.masked_token_head):
+            if not (self.qk_norm or self.masked_token_head or self.has_state):
                 unread(self, rule, "norm_eps")
         if self.norm_order != "pre":
             unread(self, "needs norm_order 'pre'", "first_norm")
@@ -332,6 +353,7 @@ class ModelConfig(AnyModelConfig):
                 "a mixture of experts": self.experts is not None,
                 "a pooler": self.pooling is not None,
                 "your own block": isinstance(self.block, CustomBlock),
+                "gated_delta layers": self.has_state,
                 "your own activation": callable(self.activation),
                 "your own positions": isinstance(self.positions, CustomPositions),
             }
@@ -395,6 +417,15 @@ class ModelConfig(AnyModelConfig):
     def windows(self) -> tuple[int | None, ...]:
         """Return the pattern of windows, where layer i has the window windows[i % len(windows)]."""
         return self.window if isinstance(self.window, tuple) else (self.window,)
+
+    def mixer(self, i: int) -> Mixer:
+        """Return the mixer of layer i."""
+        return "attention" if self.mixers is None else self.mixers[i % len(self.mixers)]
+
+    @cached_property
+    def has_state(self) -> bool:
+        """Whether any layer has a state instead of keys and values."""
+        return "gated_delta" in (self.mixers or ())
 
     @property
     def pooling(self) -> Pooler | None:

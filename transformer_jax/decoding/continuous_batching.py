@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.cache.model_cache import rewind_cache
+from transformer_jax.cache.model_cache import refuse_state, rewind_cache
 from transformer_jax.checks import check_count, check_key
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import Prompts
@@ -215,6 +215,8 @@ class Batcher(Generic[State]):
     shares: bool = False
 
     def __post_init__(self) -> None:
+        if self.shares:
+            refuse_state(self.empty, "shares=True")
         count = len(self.slots.active)
         self.rows: list[_Row | None] = [None] * count
         self.more, self.number = True, 0

@@ -18,7 +18,13 @@ import numpy as np
 from flax import linen as nn
 
 from transformer_jax.cache.kv_cache import KVCache, next_positions
-from transformer_jax.cache.model_cache import ModelCache, check_pages, max_positions, rewind_cache
+from transformer_jax.cache.model_cache import (
+    ModelCache,
+    check_pages,
+    max_positions,
+    refuse_state,
+    rewind_cache,
+)
 from transformer_jax.checks import check_not_consumed
 from transformer_jax.config import Learned
 from transformer_jax.config.keywords import known_keywords
@@ -382,8 +388,9 @@ class ModelStep(AppliedStep[ModelCache]):
 
         Pages, and layers with a slot for every position, can always be rewound. A ring needs
         `count` slots in addition to its window and sinks, because rewound tokens have overwritten
-        keys.
+        keys. The state of a gated_delta layer cannot be rewound.
         """
+        refuse_state(state, "speculative decoding")
         if state.exhausted is not None:
             return  # pages store every position
         config, layers = self.model.config, cast(Any, state.layers)

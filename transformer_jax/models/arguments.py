@@ -215,6 +215,14 @@ def positions_and_masks(
     """
     if positions is not None:
         token_positions = positions = check_positions(shape, positions)
+        known = concrete_value(positions) if config.has_state else None
+        if known is not None:  # a state reads tokens in the order of the row
+            before = np.maximum.accumulate(known, axis=1)[:, :-1]
+            wrong = (known[:, 1:] >= 0) & (known[:, 1:] <= before)
+            if wrong.any():
+                row = int(np.argmax(wrong.any(axis=1)))
+                rule = "must increase from token to token, because gated_delta layers have a state"
+                raise ValueError(f"positions of row {row} are {known[row].tolist()}: {rule}")
     else:
         # with segments, each document starts at 0, so a row may be longer than the position table
         limited = isinstance(config.positions, Learned) and segments is None
@@ -283,21 +291,32 @@ def check_cache_room(
     positions: jax.Array | None,  # i32[B, T]; None means the positions after the cached tokens
     is_cross: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # i32[B, T], bool[B]
-    """Return the positions of new tokens in a cache, and the rows that have no room for them.
+    """Return the positions of new tokens in a cache, and the rows that cannot read them.
 
     A known position past the end of the cache raises ValueError, as does the cache of another
     model. A traced position past the end becomes padding, and the caller sets the result of its row
-    to NaN. A ring ends only at position 2^31 - 1.
+    to NaN. A ring ends only at position 2^31 - 1. If a layer has a state, the positions must follow
+    those in the cache.
     """
     check_cache(config, cache, tokens, is_cross)
     if positions is None:
         positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
     else:
         positions = check_positions(tokens.shape, positions)
+    skips = None
+    if config.has_state:  # a state cannot read a token again, or leave a gap
+        skips = (positions != kv.next_positions(cache.length, positions >= 0)).any(axis=1)
+        known = concrete_value(skips)
+        if known is not None and known.any():
+            row = int(np.argmax(known))
+            rule = f"must continue from {int(cache.length[row])} without a gap"
+            raise ValueError(f"positions of row {row} are {positions[row].tolist()}: {rule}")
     limit = max_positions(config, cache)
     if limit is None:
-        return refuse_past_int32(positions)
-    return refuse_past_capacity(positions, limit)
+        positions, refused = refuse_past_int32(positions)
+    else:
+        positions, refused = refuse_past_capacity(positions, limit)
+    return positions, refused if skips is None else refused | skips
 
 
 def refuse_unread(

@@ -21,6 +21,7 @@ from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache
 from transformer_jax.cache.paged_cache import PagedCache
+from transformer_jax.cache.state_cache import StateCache
 from transformer_jax.config import CustomPositions, ModelConfig, Rope, Shaw
 from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.dropout import exact_rate, head_words, keep
@@ -28,6 +29,7 @@ from transformer_jax.models import positions as pos
 from transformer_jax.models.editing import EditSpec
 from transformer_jax.models.experts import ExpertFeedForward
 from transformer_jax.models.functional import F32, dropout, split_key
+from transformer_jax.models.gated_delta import GatedDeltaNet
 from transformer_jax.models.layers import (
     FeedForward,
     Linear,
@@ -59,7 +61,15 @@ LayerCache = kv.KVCache | PagedCache
 
 @value_class(
     kw_only=True,
-    arrays=("positions", "token_positions", "mask", "bias", "memory", "memory_positions"),
+    arrays=(
+        "positions",
+        "token_positions",
+        "segments",
+        "mask",
+        "bias",
+        "memory",
+        "memory_positions",
+    ),
     static=("places",),
 )
 class BlockInputs:
@@ -67,6 +77,7 @@ class BlockInputs:
 
     positions: jax.Array | None = None  # i32[B, T], for masks and caches; None means arange(T)
     token_positions: jax.Array | None = None  # i32[B, T] or [T], for rotation; per document
+    segments: jax.Array | None = None  # i32[B, T], for layers with a state; `mask` includes them
     mask: Mask | None = None
     bias: PositionBias | None = None
     memory: jax.Array | None = None  # [B, S, D], the output of an encoder
@@ -457,9 +468,10 @@ class CustomCall:
 
 
 class Block(Module):
-    """Self-attention, optional cross-attention and a feed-forward layer, each in a residual branch.
+    """A mixer, optional cross-attention and a feed-forward layer, each in a residual branch.
 
-    In this order, each branch f updates the stream x according to `norm_order`:
+    The mixer is self-attention, unless the config's `mixers` contain another one. In this order,
+    each branch f updates the stream x according to `norm_order`:
 
         pre       x + f(n(x))
         post      n(x + f(x))
@@ -497,11 +509,16 @@ class Block(Module):
             if expected != shapes:
                 path, kind = "/".join((*self.path, "own")), type(cfg.block).__name__
                 raise ValueError(f"{path} has shapes {shapes}, but {kind}.init makes {expected}")
-        self.attention = Attention(cfg, depth=self.depth, window=self.window, number=self.number)
+        mixer = "attention" if self.number is None else cfg.mixer(self.number)
+        if mixer == "gated_delta":
+            self.gated_delta = GatedDeltaNet(cfg, self.depth)
+        else:
+            number = self.number
+            self.attention = Attention(cfg, depth=self.depth, window=self.window, number=number)
         if cfg.block is not None and cfg.block.is_whole:
             refuse_surplus(self)
             return
-        branches = ["attention", *(["cross_attention"] if self.cross else [])]
+        branches = [mixer, *(["cross_attention"] if self.cross else [])]
         branches += ["feed_forward"] if cfg.ff_dim else []
         self.branches = branches
         if self.cross:
@@ -524,11 +541,11 @@ class Block(Module):
         self,
         x: jax.Array,  # [B, T, D]
         inputs: BlockInputs,
-        cache: LayerCache | None = None,
+        cache: LayerCache | StateCache | None = None,
         cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
         layer: jax.Array | int | None = None,  # index of the block, i32[] in a scan
-    ) -> tuple[jax.Array, LayerCache | None, Captured]:
+    ) -> tuple[jax.Array, LayerCache | StateCache | None, Captured]:
         """Return the stream [B, T, D] after the branches, the updated cache and captured values.
 
         Cross-attention either reads `cross_cache` or computes its keys and values from the memory.
@@ -541,6 +558,7 @@ class Block(Module):
         # other branches exist
         keys = split_key(key, 5)
         if cfg.block is not None and cfg.block.is_whole:
+            assert not isinstance(cache, StateCache)
             call = CustomCall(self.attention, inputs, cache, visit, keys, layer, x)
             y = cfg.block.run(self.own, x, call)
             if not call.attended:
@@ -560,7 +578,7 @@ class Block(Module):
                 edits[name] = [BlockEdit(name, (), EditSpec(function)), *edits.get(name, [])]
             visit = copy(visit)
             visit.edits, visit.requested = edits, requested | edits.keys()
-        drop = {"attention": keys[0], "cross_attention": keys[2], "feed_forward": keys[4]}
+        drop = {"cross_attention": keys[2], "feed_forward": keys[4]}
         before = x
         for branch in self.branches:
             if branch == "feed_forward" and not cfg.is_parallel:
@@ -570,7 +588,14 @@ class Block(Module):
             y = read if after else self.norm[branch](read)
             y = visit(f"{branch}/input", y)
             if branch == "attention":
+                assert not isinstance(cache, StateCache)
                 y, cache = self.attention(y, inputs, cache=cache, dropout_key=keys[1], visit=visit)
+            elif branch == "gated_delta":
+                assert cache is None or isinstance(cache, StateCache)
+                y, cache = self.gated_delta(
+                    y, positions=inputs.positions, segments=inputs.segments, cache=cache,
+                    dropout_key=keys[1], visit=visit,
+                )  # fmt: skip
             elif branch == "cross_attention":
                 if cross_cache is None:
                     assert inputs.memory is not None and inputs.memory_positions is not None
@@ -585,7 +610,7 @@ class Block(Module):
                 y = self.out_norm[branch](y)
             # Granite scales the output of each branch
             y = y if cfg.residual_scale is None else y * cfg.residual_scale
-            x = x + dropout(y, cfg.dropout, drop[branch])
+            x = x + dropout(y, cfg.dropout, drop.get(branch, keys[0]))
             if cfg.norm_order == "post":
                 x = self.norm[branch](x)
         return visit("residual", x), cache, visit.captured

@@ -149,7 +149,8 @@ def init_cache(
         capacity: number of positions per row. With a window, the window size plus the number of
             sink tokens is enough, because the cache is then a ring that never fills up. With a
             window pattern, layers without a window have `capacity` slots, and the others are rings
-            of min(capacity, window + sink_tokens + slack) slots.
+            of min(capacity, window + sink_tokens + slack) slots. A gated_delta layer has a state of
+            the same size for every capacity.
         dtype: dtype of keys and values, either int8, with the error documented in
             `transformer_jax.cache`, or a floating-point dtype of at least 16 bits. None means the
             compute dtype.
@@ -205,6 +206,8 @@ def init_paged_cache(
         raise ValueError(f"kind is {kind!r}: only a decoder can have a paged cache")
     if config.scan_layers:
         raise ValueError("scan_layers is True: a paged cache requires a looped stack")
+    if config.has_state:
+        raise ValueError(f"mixers is {config.mixers}: a paged cache supports only attention")
     sizes = batch, capacity, config.kv_heads, config.key_dim, config.value_dim
     dtype = config.dtype if dtype is None else dtype
     pages = dict(num_pages=num_pages, page_size=page_size)

@@ -22,7 +22,8 @@ class _Product(NamedTuple):
     """Matrix product in the forward pass."""
 
     at: str
-    """Path of the kernel, `.../scores` or `.../values` for attention, or `output`."""
+    """Path of the kernel, `output`, `.../scores` or `.../values` for attention, or `.../write` or
+    `.../read` for a state."""
     flops: float
     tokens: float
     """Number of tokens that are multiplied by the kernel, summed over all blocks that share it."""
@@ -33,9 +34,10 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> f
 
     A matrix product counts as 2 x the number of matrix elements x the number of tokens. Attention
     counts as 2 N (H + Hv) for each pair of a query and a visible key (Kaplan et al. 2020, section
-    2.1, count the full square). Only the chosen experts are counted. Norms, activations and lookups
-    are not counted. A classifier has class logits instead of token logits. For an encoder-decoder,
-    `length` is the length of the target.
+    2.1, count the full square). A token counts as 6 H Hv for each state [H, Hv]: it multiplies the
+    state by its key, adds a product to it and multiplies it by its query. Only the chosen experts
+    are counted. Norms, activations and lookups are not counted. A classifier has class logits
+    instead of token logits. For an encoder-decoder, `length` is the length of the target.
     """
     return sum(product.flops for product in _products(config, length, source_length))
 
@@ -111,6 +113,16 @@ def training_flops(
             factors = query + key if at.endswith("/scores") else max(query, key) + value
             total += flops * (1 + factors)
             continue
+        if at.endswith(("/write", "/read")):
+
+            def varies(*names: str, module: str = module) -> float:
+                inside = any(x.startswith(tuple(f"{module}/{n}" for n in names)) for x in trained)
+                return 1.0 if inside or depends(f"{module}/query/kernel") else 0.0
+
+            state = varies("key", "value", "beta", "decay", "conv")
+            factors = 2 * state if at.endswith("/write") else state + varies("query", "conv")
+            total += flops * (1 + factors)
+            continue
         table = "embed/tokens" if config.tie_embeddings else "embed/output"
         kernel = table in trained if at == "output" else at in trained - adapted
         read = 1.0 if depends(at) else shared
@@ -155,11 +167,13 @@ def _place(name: str, config: ModelConfig) -> _Place:
         return (_LAST + late, "", is_kernel)
     block, rest = int(parts[at].removeprefix("block_")), parts[at + 1 :]
     branch = next((b for b in ("cross_attention", "attention") if b in rest[0]), "feed_forward")
+    branch = "attention" if "gated_delta" in rest[0] else branch  # in the order of computation
     if "norm" in rest[0]:
         after = config.norm_order == "post" or rest[0].startswith("out")
         shared = config.norm_order == "parallel_shared"
         return (block, "" if shared else branch, 9 if after else 0)
     first = {"query", "key", "value", "up", "gate", "router", "shared_gate"}
+    first |= {"beta", "decay", "conv", "decay_rate", "decay_bias", "head_scale"}
     return (block, branch, 1 if first & {*rest} else 2)
 
 
@@ -203,6 +217,13 @@ def _products(config: ModelConfig, length: int, source_length: int) -> Iterator[
         both = config.kind == "encoder-decoder"
         depth = config.decoder_layers if both else config.num_layers
         for number in range(depth):
+            if config.mixer(number) == "gated_delta":
+                assert config.gated_delta is not None
+                sizes, at = config.gated_delta, f"decoder/block_{number}/gated_delta"
+                once = 2.0 * sizes.num_value_heads * sizes.key_dim * sizes.value_dim * length
+                yield _Product(f"{at}/write", 2 * once, 0)
+                yield _Product(f"{at}/read", once, 0)
+                continue
             window = config.windows[number % len(config.windows)]
             pairs = _pairs(window, length, True, config.sink_tokens)
             yield from attention(f"decoder/{block(number)}/attention", pairs)

@@ -79,6 +79,9 @@ def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
                              with `attention_sinks`, and to 0 if it sees nothing
         .../key_positions    positions of the keys, negative for empty slots; cannot be edited
         .../heads            the output of each head, before the output matrix
+        .../decay, beta      of a gated_delta layer, per head: the logarithm of the factor for the
+                             state, and the strength of the write
+        .../state            of a gated_delta layer, after the last token; cannot be edited
         .../hidden           the hidden layer of a feed-forward branch, after its activation; with
                              experts, one per chosen expert
         .../router           the logits that choose and weigh the experts
@@ -138,23 +141,41 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
             "output": stream,
         }
 
-    branches = {"attention": attention("T")}
-    if cross:
-        branches["cross_attention"] = attention("S")
+    mixers = {"attention": attention("T")}
+    if config.gated_delta is not None:
+        sizes = config.gated_delta
+        keys = "B", "T", sizes.num_key_heads, sizes.key_dim
+        values = "B", "T", sizes.num_value_heads, sizes.value_dim
+        mixers["gated_delta"] = {
+            "input": stream,
+            "query": keys,
+            "key": keys,
+            "value": values,
+            "decay": values[:3],
+            "beta": values[:3],
+            "state": ("B", sizes.num_value_heads, sizes.key_dim, sizes.value_dim),
+            "heads": values,
+            "output": stream,
+        }
+    rest = {"cross_attention": attention("S")} if cross else {}
     feed_forward: dict[str, Shape] = {"input": stream, "hidden": ("B", "T", config.ff_dim)}
     if config.experts is not None:
         feed_forward["router"] = "B", "T", config.experts.count
         feed_forward["hidden"] = "B", "T", config.experts.top_k, config.expert_dim
     if config.ff_dim:
-        branches["feed_forward"] = feed_forward | {"output": stream}
-    block = {f"{b}/{name}": shape for b, each in branches.items() for name, shape in each.items()}
+        rest["feed_forward"] = feed_forward | {"output": stream}
     has_mid = bool(config.ff_dim) and not config.is_parallel
-    block |= {"residual_mid": stream, "residual": stream} if has_mid else {"residual": stream}
-    if config.block is not None and config.block.is_whole:
-        visited = "residual", *(f"attention/{name}" for name in OF_ATTEND)
-        block = {name: shape for name, shape in block.items() if name in visited}
+    ends = {"residual_mid": stream, "residual": stream} if has_mid else {"residual": stream}
     found = {"embedding": stream}
-    found |= {f"block_{i}/{name}": shape for i in range(depth) for name, shape in block.items()}
+    for i in range(depth):
+        branches = {config.mixer(i): mixers[config.mixer(i)]} | rest
+        block = {
+            f"{b}/{name}": x for b, each in branches.items() for name, x in each.items()
+        } | ends
+        if config.block is not None and config.block.is_whole:
+            visited = "residual", *(f"attention/{name}" for name in OF_ATTEND)
+            block = {name: shape for name, shape in block.items() if name in visited}
+        found |= {f"block_{i}/{name}": shape for name, shape in block.items()}
     return found if config.norm_order == "post" else found | {"final_norm": stream}
 
 
@@ -185,8 +206,9 @@ def named_edits(config: AnyModelConfig | nn.Module, edit: Mapping[str, Edit]) ->
         for name in names:
             if name in found:
                 raise ValueError(f"edit contains {name} twice: {pattern!r} matches it again")
-            if name.endswith("/key_positions"):
-                raise ValueError(f"edit contains {name}, but positions can only be captured")
+            if name.endswith(("/key_positions", "/state")):
+                kind = "positions" if name.endswith("/key_positions") else "states"
+                raise ValueError(f"edit contains {name}, but {kind} can only be captured")
             found[name] = spec
     return tuple(found.items())
 

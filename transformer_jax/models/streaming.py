@@ -34,6 +34,7 @@ from transformer_jax.cache.model_cache import (
     check_is_cache,
     refuse_pages,
     refuse_past_int32,
+    refuse_state,
 )
 from transformer_jax.checks import as_int32, check_count, check_not_consumed
 from transformer_jax.config import CustomPositions, Learned, ModelConfig, Rope, Sinusoidal
@@ -53,6 +54,8 @@ def receptive_field(config: ModelConfig) -> int:
 
     Sinks are not counted, although they affect all outputs.
     """
+    if config.has_state:
+        raise ValueError(f"mixers is {config.mixers}: a gated_delta layer sees everything")
     windows = [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
     if None in windows:
         raise ValueError(f"window is {config.window}: layers without a window see everything")
@@ -117,6 +120,8 @@ class StreamingEncoder(CheckedModule):
         if not isinstance(config, ModelConfig):
             raise ValueError(f"config is of type {type(config).__name__}: must be a ModelConfig")
         window = _window(config)
+        if config.has_state:
+            raise ValueError(f"mixers is {config.mixers}: a StreamingEncoder needs attention")
         if config.kind != "decoder":
             rule = "must be 'decoder', since a StreamingEncoder is a causal stack"
             raise ValueError(f"kind is {config.kind!r}: {rule}")
@@ -387,6 +392,7 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
         rule = "must be 0, since positions of sinks are fixed"
         raise ValueError(f"sink_tokens is {config.sink_tokens}: {rule}")
     refuse_pages(cache, "rebase_cache")
+    refuse_state(cache, "rebase_cache")
     window = _window(config)
     limit = cache_limit(config, cache.capacity)
     if limit is not None:

@@ -437,6 +437,9 @@ def run_decoder(
             tokens = refuse_unread(mask, cache, tokens, positions)
     if mask is None:
         mask = Causal()
+    elif cfg.has_state and not isinstance(mask, Causal):
+        rule = "gated_delta layers support only Causal(); positions of -1 mark padding"
+        raise ValueError(f"mask is {mask!r}: {rule}, and segments mark documents")
     else:
         check_sees_past(mask)
     token_positions, masks = positions_and_masks(
@@ -448,7 +451,7 @@ def run_decoder(
     places = places.with_facts(token_positions, whole=cache is None, packed=segments is not None)
     inputs = BlockInputs(
         positions=positions, token_positions=token_positions, places=places, memory=memory,
-        memory_positions=memory_positions,
+        memory_positions=memory_positions, segments=segments if cfg.has_state else None,
     )  # fmt: skip
     embed_key, stack_key = split_key(key, 2)
     # the target has its own position table and its own norm (Lewis et al. 2020)

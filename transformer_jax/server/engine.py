@@ -134,9 +134,10 @@ class Engine:
         self._empty: Any = init_decode_state(model.config, None, 1, context, dtype=cache_dtype)
         known = map(WithoutHistory, known_ids(model.config, model.tokenizer))
         self._processors = (*model.model.processors, *known)
-        # Prefixes cannot be shared if a ring cache overwrites their keys, if processors or edits
-        # must see their tokens, or if int8 would round their keys twice.
+        # Prefixes cannot be shared if a ring cache overwrites their keys, if a layer has a state,
+        # if processors or edits must see their tokens, or if int8 would round their keys twice.
         whole = model.config.supports("cache") and model.config.window is None
+        whole = whole and not getattr(model.config, "has_state", False)
         unseen = not model.model.processors and not decoder.edits
         self._shares = whole and cache_dtype is None and unseen
         # Only the engine's thread changes `_running`, but callers also change `_waiting`.

@@ -1,0 +1,493 @@
+"""Layers with a state against the recurrence in NumPy float64, and with every feature of a model.
+
+In the config, layers 0 and 1 have a state, and layer 2 has attention. The epsilon of its norms is
+large, because the norm of a head multiplies the rounding errors of a small output.
+"""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
+from transformer_jax import (
+    LoraConfig,
+    beam_search,
+    build,
+    cache_bytes,
+    fork,
+    generate,
+    init_cache,
+    init_paged_cache,
+    init_params,
+    make_step,
+    num_params,
+    places,
+    rewind_cache,
+    speculate,
+)
+from transformer_jax.attention.masks import Causal, Padding
+from transformer_jax.cache import StateCache
+from transformer_jax.config import ConfigError, GatedDelta, ModelConfig
+from transformer_jax.decoding.batch_rows import gather_rows, select_rows, write_rows
+from transformer_jax.decoding.continuous_batching import Batcher, Request, serve_requests
+from transformer_jax.decoding.proposers import PromptLookup
+from transformer_jax.decoding.slots import init_slots
+from transformer_jax.models.flops import active_params, forward_flops, training_flops
+from transformer_jax.models.gated_delta import GatedDeltaNet
+from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
+from transformer_jax.models.quantized import quantize
+from transformer_jax.models.streaming import StreamingEncoder, rebase_cache, receptive_field
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+N, NK, H, HV, W = 6, 3, 5, 7, 3
+VOCAB, T, ROWS = 31, 19, 3
+CONFIG = ModelConfig(
+    vocab_size=VOCAB, d_model=24, num_layers=3, num_heads=4, num_kv_heads=2, d_ff=38, max_len=64,
+    positions="rope", norm="rmsnorm", norm_eps=0.01, use_bias=False, init_std=0.2,
+    mixers=("gated_delta", "gated_delta", "attention"),
+    gated_delta=GatedDelta(
+        num_key_heads=NK, num_value_heads=N, key_dim=H, value_dim=HV, conv_width=W
+    ),
+)  # fmt: skip
+ONLY = replace(CONFIG, mixers=("gated_delta",))
+TOKENS = np.random.default_rng(3).integers(0, VOCAB, (ROWS, T)).astype(np.int32)
+LENGTHS = np.array([19, 7, 12], np.int32)
+LEFT = np.where(np.arange(T) >= T - LENGTHS[:, None], np.arange(T) - (T - LENGTHS[:, None]), -1)
+RIGHT = np.where(np.arange(T) < LENGTHS[:, None], np.arange(T), -1)
+HOLES = np.arange(T * ROWS).reshape(ROWS, T) % 5 != 2
+HOLES = np.where(HOLES, np.cumsum(HOLES, axis=1) - 1, -1)
+ERROR = 5e-6
+"""Largest error of logits, relative to the largest logit, after three blocks in float32."""
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(CONFIG, jax.random.key(7))
+
+
+@partial(jax.jit, static_argnums=0)
+def logits_of(config, params, tokens, **arguments):
+    return build(config).apply({"params": params}, tokens, **arguments)[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def read(config, params, tokens, cache, positions=None):
+    return build(config).apply({"params": params}, tokens, cache=cache, positions=positions)
+
+
+# Arithmetic
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def reference(params, x, valid, segments):
+    """Compute the layer token by token in float64, from the equations of its docstring."""
+    w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    out, states = np.zeros(x.shape), []
+    for b in range(len(x)):
+        state, past, document = np.zeros((N, H, HV)), [], None
+        for t in range(x.shape[1]):
+            if not valid[b, t]:
+                continue
+            if segments[b, t] != document:
+                state, past, document = np.zeros((N, H, HV)), [], segments[b, t]
+            project = lambda name, x=x[b, t]: np.einsum("d,d...->...", x, w[name]["kernel"])  # noqa: E731
+            joined = [project(name).ravel() for name in ("query", "key", "value")]
+            past = [*past, np.concatenate(joined)][-W:]
+            mixed = sum(w["conv"][W - 1 - i] * one for i, one in enumerate(reversed(past)))
+            mixed = mixed * sigmoid(mixed)
+            q, k, v = np.split(mixed, [NK * H, 2 * NK * H])
+            q, k = (y.reshape(NK, H).repeat(N // NK, axis=0) for y in (q, k))
+            q, k = (y / np.sqrt((y * y).sum(axis=1, keepdims=True) + 1e-6) for y in (q, k))
+            v, beta = v.reshape(N, HV), sigmoid(project("beta"))
+            step = np.log1p(np.exp(project("decay") + w["decay_bias"]))
+            state = state * np.exp(-np.exp(w["decay_rate"]) * step)[:, None, None]
+            wrong = v - np.einsum("nhv,nh->nv", state, k)
+            state = state + np.einsum("n,nh,nv->nhv", beta, k, wrong)
+            y = np.einsum("nhv,nh->nv", state, q) / np.sqrt(H)
+            y = y / np.sqrt((y * y).mean(axis=1, keepdims=True) + CONFIG.norm_eps) * w["head_scale"]
+            gate = project("gate")
+            out[b, t] = np.einsum("nv,nvd->d", y * gate * sigmoid(gate), w["out"]["kernel"])
+        states.append(state)
+    return out, np.stack(states)
+
+
+@pytest.mark.slow_except("holes")
+@pytest.mark.parametrize("positions", [LEFT, RIGHT, HOLES], ids=["left", "right", "holes"])
+def test_layer_equals_recurrence_in_float64(rng, positions):
+    layer, x = GatedDeltaNet(CONFIG), rng.normal(size=(ROWS, T, 24)).astype(np.float32)
+    params = layer.init({"params": jax.random.key(1)}, x)["params"]
+    params["head_scale"] = jnp.asarray(rng.normal(size=HV).astype(np.float32))
+    segments = np.cumsum(rng.random((ROWS, T)) < 0.2, axis=1)
+    got, _ = layer.apply({"params": params}, x, positions=positions, segments=segments)
+    want, _ = reference(params, x, positions >= 0, segments)
+    real = positions >= 0
+    assert_near(np.asarray(got)[real], want[real], 5 * FORWARD_F32)
+
+
+@pytest.mark.slow
+def test_captured_state_equals_recurrence(params, rng):
+    name = "block_0/gated_delta/state"
+    capture = (name, "block_0/gated_delta/input")
+    *_, found = build(CONFIG).apply(
+        {"params": params}, TOKENS, positions=jnp.asarray(RIGHT), capture=capture
+    )
+    block, x = params["decoder"]["block_0"], np.asarray(found["block_0/gated_delta/input"])
+    want = reference(block["gated_delta"], x, RIGHT >= 0, np.zeros((ROWS, T)))[1]
+    assert found[name].shape == (ROWS, *places(CONFIG)[name][1:])
+    assert_near(found[name], want, 5 * FORWARD_F32)
+
+
+@pytest.mark.slow
+def test_gradients_of_all_parameters_are_finite_and_not_zero(params):
+    def loss(params):
+        logits = build(CONFIG).apply({"params": params}, TOKENS, positions=jnp.asarray(RIGHT))[0]
+        return jnp.where(jnp.asarray(RIGHT >= 0)[..., None], logits, 0).std()
+
+    grads = jax.jit(jax.grad(loss))(params)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
+        assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["attention", "dots", "full"])
+def test_recomputation_does_not_change_gradients(params, remat):
+    def gradient(config):
+        loss = lambda p: logits_of(config, p, TOKENS).std()  # noqa: E731
+        return jax.grad(loss)(params)["decoder"]
+
+    want = gradient(CONFIG)
+    got = gradient(replace(CONFIG, remat=remat))
+    jax.tree.map(lambda x, y: assert_near(x, y, GRADIENT_F32), got, want)
+
+
+# Padding and documents
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", [LEFT, RIGHT, HOLES], ids=["left", "right", "holes"])
+@pytest.mark.parametrize("config", [CONFIG, ONLY], ids=["hybrid", "states only"])
+def test_padding_changes_no_logits(config, positions):
+    params = init_params(config, jax.random.key(7))
+    got = np.asarray(logits_of(config, params, TOKENS, positions=jnp.asarray(positions)))
+    for row, at in enumerate(positions):
+        real = TOKENS[row, at >= 0]
+        alone = logits_of(config, params, np.pad(real, (0, T - len(real)))[None])
+        assert_near(got[row, at >= 0], alone[0, : len(real)], ERROR)
+
+
+@pytest.mark.slow
+def test_packed_documents_equal_separate_rows(params):
+    starts = (0, 4, 5, 13, T)
+    segments = np.repeat(np.arange(4), np.diff(starts))[None].repeat(ROWS, axis=0)
+    got = np.asarray(logits_of(CONFIG, params, TOKENS, segments=segments))
+    for start, end in pairwise(starts):
+        alone = np.pad(TOKENS[:, start:end], ((0, 0), (0, T - end + start)))
+        alone = logits_of(CONFIG, params, alone)
+        assert_near(got[:, start:end], alone[:, : end - start], ERROR)
+
+
+# The cache
+
+
+@pytest.mark.slow_except("5-hybrid")
+@pytest.mark.parametrize("config", [CONFIG, ONLY], ids=["hybrid", "states only"])
+@pytest.mark.parametrize("chunk", [1, 5, T])
+def test_cached_logits_equal_full_pass(config, chunk):
+    params = init_params(config, jax.random.key(7))
+    want, cache = logits_of(config, params, TOKENS), init_cache(config, ROWS, T)
+    got = []
+    for start in range(0, T, chunk):
+        part = TOKENS[:, start : start + chunk]
+        logits, cache = read(config, params, part, cache)
+        got.append(logits)
+    assert_near(np.concatenate(got, axis=1), want, ERROR)
+    assert cache.length.tolist() == [T] * ROWS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", [LEFT, RIGHT], ids=["left", "right"])
+def test_padded_chunks_leave_state_and_tail_unchanged(params, positions):
+    """Rows are read in chunks in which some rows contain only padding."""
+    cache = init_cache(CONFIG, ROWS, T)
+    for start in range(0, T, 4):
+        part = slice(start, start + 4)
+        _, cache = read(CONFIG, params, TOKENS[:, part], cache, jnp.asarray(positions[:, part]))
+    assert cache.length.tolist() == LENGTHS.tolist()
+    for row in range(ROWS):
+        real = TOKENS[row : row + 1, positions[row] >= 0]
+        _, alone = read(CONFIG, params, real, init_cache(CONFIG, 1, T))
+        for got, want in zip(cache.layers[:2], alone.layers[:2], strict=True):
+            assert_near(got.state[row], want.state[0], ERROR)
+            assert_near(got.tail[row], want.tail[0], ERROR)
+
+
+def test_cache_of_a_layer_with_a_state_does_not_grow(params):
+    state, tail = N * H * HV * 4, (W - 1) * (2 * NK * H + N * HV) * 4
+    keys = lambda slots: slots * (2 * 2 * 6 * 4 + 4)  # noqa: E731
+    for slots in (11, 1009):
+        want = 2 * (state + tail + 4) + keys(slots) + 4
+        assert cache_bytes(CONFIG, 1, slots) == want
+        assert cache_bytes(CONFIG, 5, slots) == 5 * want
+    cache = init_cache(replace(CONFIG, dtype="bfloat16"), 2, 11, jnp.int8)
+    assert isinstance(cache.layers[0], StateCache) and cache.capacity == 11
+    assert (cache.layers[0].state.dtype, cache.layers[0].tail.dtype) == (jnp.float32, jnp.bfloat16)
+    assert init_cache(ONLY, 2, 11).capacity == 0
+
+
+@pytest.mark.slow
+def test_rows_of_a_cache_are_forked_gathered_selected_and_reset(params):
+    _, cache = read(CONFIG, params, TOKENS, init_cache(CONFIG, ROWS, 2 * T))
+    want = logits_of(CONFIG, params, np.concatenate([TOKENS, TOKENS[::-1, :4]], axis=1))[:, T:]
+    rows = jnp.array([2, 0, 2, 1])
+    copies = gather_rows(fork(cache, 2), 2 * rows + 1)
+    new = jnp.asarray(TOKENS[::-1, :4])[rows]
+    assert_near(read(CONFIG, params, new, copies)[0], want[rows], ERROR)
+    written = write_rows(cache, jnp.array([2]), init_cache(CONFIG, 1, 2 * T))
+    reset = select_rows(jnp.array([False, True, True]), written, cache)
+    logits, _ = read(CONFIG, params, jnp.asarray(TOKENS[::-1, :4]), reset)
+    assert_near(logits[:2], want[:2], ERROR)
+    assert_near(logits[2], logits_of(CONFIG, params, TOKENS[::-1, :4])[2], ERROR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [CONFIG, ONLY], ids=["hybrid", "states only"])
+def test_ragged_prompts_generate_the_tokens_of_the_full_pass(config):
+    params = init_params(config, jax.random.key(7))
+    out = generate(
+        make_step(build(config)), params, TOKENS, init_cache(config, ROWS, 2 * T), num_tokens=7,
+        lengths=LENGTHS, chunk=4,
+    )  # fmt: skip
+    for row, (length, new) in enumerate(zip(LENGTHS, np.asarray(out.tokens), strict=True)):
+        text = np.concatenate([TOKENS[row, :length], new])
+        logits = logits_of(config, params, np.pad(text, (0, 2 * T - len(text)))[None])[0]
+        assert logits[length - 1 : length + 6].argmax(axis=-1).tolist() == new.tolist()
+
+
+@pytest.mark.slow
+def test_beam_scores_equal_the_full_pass(params):
+    found = beam_search(
+        make_step(build(CONFIG)), params, TOKENS, init_cache(CONFIG, ROWS, 2 * T), lengths=LENGTHS,
+        num_tokens=5, num_beams=3, num_results=3,
+    )  # fmt: skip
+    for row, length in enumerate(LENGTHS):
+        for new, score in zip(
+            np.asarray(found.tokens)[row], np.asarray(found.log_probs)[row], strict=True
+        ):
+            text = np.concatenate([TOKENS[row, :length], new])
+            logits = logits_of(CONFIG, params, np.pad(text, (0, 2 * T - len(text)))[None])[0]
+            log_p = jax.nn.log_softmax(logits[length - 1 : length + 4], axis=-1)
+            assert_near(score, np.take_along_axis(log_p, new[:, None], axis=1).sum(), 1e-5)
+
+
+@pytest.mark.slow
+def test_served_requests_equal_separate_generation(params):
+    """Slots are reused, so their states must be replaced."""
+    step, rng = make_step(build(CONFIG)), np.random.default_rng(5)
+    requests = [
+        Request(rng.integers(0, VOCAB, rng.integers(1, 12)), int(rng.integers(1, 9)), id=i)
+        for i in range(7)
+    ]
+    got = serve_requests(step, params, requests, init_cache(CONFIG, 1, T), slots=2, capacity=T)
+    for answer in got:
+        request = requests[answer.id]
+        out = generate(
+            step, params, request.prompt[None], init_cache(CONFIG, 1, T),
+            num_tokens=request.num_tokens,
+        )  # fmt: skip
+        assert answer.error is None and answer.tokens.tolist() == out.tokens[0].tolist()
+
+
+# What is refused
+
+
+@pytest.mark.slow
+def test_tokens_cannot_be_removed_from_a_state(params):
+    _, cache = read(CONFIG, params, TOKENS, init_cache(CONFIG, ROWS, 2 * T))
+    rule = "does not support a StateCache: tokens cannot be removed from the state of a gated_delta"
+    with pytest.raises(ValueError, match=f"rewind_cache {rule}"):
+        rewind_cache(cache, jnp.array([3, 3, 3]))
+    with pytest.raises(ValueError, match=f"rebase_cache {rule}"):
+        rebase_cache(init_cache(replace(CONFIG, window=5), 1, 5), replace(CONFIG, window=5))
+    step = make_step(build(CONFIG))
+    with pytest.raises(ValueError, match=f"speculative decoding {rule}"):
+        speculate(
+            step, params, TOKENS[:, :5], cache, proposer=PromptLookup(), num_tokens=3, num_draft=2
+        )
+    empty = init_cache(CONFIG, 1, T)
+    slots = init_slots(step, params, empty, 2, T)
+    with pytest.raises(ValueError, match=f"shares=True {rule}"):
+        Batcher(slots, params, iter([]), empty, shares=True)
+
+
+@pytest.mark.slow
+def test_positions_that_a_state_cannot_read_are_rejected(params):
+    cache = init_cache(CONFIG, ROWS, 2 * T)
+    _, cache = read(CONFIG, params, TOKENS[:, :4], cache)
+    model, new = build(CONFIG), TOKENS[:, :2]
+    for wrong in ([3, 4], [5, 6], [4, 6]):
+        positions = jnp.array([[4, 5], wrong, [4, 5]])
+        with pytest.raises(ValueError, match=r"row 1 are .*: must continue from 4 without a gap"):
+            model.apply({"params": params}, new, cache=cache, positions=positions)
+        logits, _ = read(CONFIG, params, new, cache, positions)  # traced
+        assert np.isnan(logits[1]).all() and np.isfinite(logits[::2]).all()
+    with pytest.raises(ValueError, match=r"row 2 are \[1, 0\]: must increase"):
+        model.apply({"params": params}, new, positions=jnp.array([[0, 1], [-1, 3], [1, 0]]))
+
+
+@pytest.mark.slow
+def test_unsupported_calls_name_the_reason(params):
+    model, apply = build(CONFIG), partial(build(CONFIG).apply, {"params": params})
+    with pytest.raises(ValueError, match=r"gated_delta layers support only Causal\(\)"):
+        apply(TOKENS, mask=Causal() & Padding(jnp.asarray(RIGHT >= 0)))
+    assert_near(apply(TOKENS, mask=Causal())[0], apply(TOKENS)[0], FORWARD_F32)
+    with pytest.raises(ValueError, match="a paged cache supports only attention"):
+        init_paged_cache(CONFIG, 2, 16, num_pages=4, page_size=4)
+    with pytest.raises(ValueError, match=r"cache.layers\[0\] is of type KVCache, but layer 0"):
+        apply(TOKENS, cache=init_cache(replace(CONFIG, mixers=None, gated_delta=None), ROWS, T))
+    with pytest.raises(ValueError, match="is of type StateCache, but layer 2"):
+        apply(TOKENS, cache=init_cache(ONLY, ROWS, T))
+    with pytest.raises(ValueError, match="a StreamingEncoder needs attention"):
+        StreamingEncoder(replace(CONFIG, window=5), frame_dim=3)
+    with pytest.raises(ValueError, match="a gated_delta layer sees everything"):
+        receptive_field(replace(CONFIG, window=5))
+    with pytest.raises(ValueError, match="but states can only be captured"):
+        model.edited({"block_0/gated_delta/state": lambda state: state})
+    with pytest.raises(ValueError, match=r"block_2/gated_delta|mixers is"):
+        build(ONLY).apply({"params": params}, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(mixers=()), r"mixers is \(\): a pattern must have from 1 to 3 \(num_layers\) items"),
+        (dict(mixers=("mamba",)), r"mixers is \('mamba',\): must be"),
+        (dict(kind="encoder"), "mixers is .*: needs kind 'decoder'"),
+        (dict(scan_layers=True), "mixers is .*: a pattern needs a looped stack: scan_layers False"),
+        (dict(gated_delta=None), "gated_delta is None: must be set, because mixers contains"),
+        (dict(mixers=None), "gated_delta is .*: needs gated_delta in mixers"),
+        (dict(invariant=True), "cannot be promised for gated_delta layers"),
+    ],
+)
+def test_invalid_patterns_are_rejected(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(CONFIG, **changes)
+
+
+def test_key_heads_must_divide_value_heads():
+    with pytest.raises(ConfigError, match="num_key_heads is 3: must divide num_value_heads 4"):
+        GatedDelta(num_key_heads=3, num_value_heads=4)
+
+
+# Other features of a model
+
+
+def test_pattern_repeats_over_the_layers():
+    config = replace(CONFIG, num_layers=5)
+    names = {name.rpartition("/")[0] for name in places(config)}
+    for i, mixer in enumerate(("gated_delta", "gated_delta", "attention") * 2):
+        other = "attention" if mixer == "gated_delta" else "gated_delta"
+        assert (i == 5) or ({f"block_{i}/{mixer}"} <= names and f"block_{i}/{other}" not in names)
+
+
+@pytest.mark.slow
+def test_captures_are_the_values_that_edits_replace(params):
+    model = build(CONFIG)
+    names = [n for n in places(CONFIG) if n.startswith("block_1/gated_delta") and "state" not in n]
+    want, _, found = model.apply({"params": params}, TOKENS, capture=names)
+    assert len(names) == 8
+    for name in names:
+        assert found[name].shape == tuple(
+            dict(B=ROWS, T=T).get(size, size) for size in places(CONFIG)[name]
+        )
+        same = model.edited({name: lambda x, name=name: found[name]})
+        assert_near(same.apply({"params": params}, TOKENS)[0], want, FORWARD_F32)
+        changed = model.edited({name: lambda x: 0.5 * x}).apply({"params": params}, TOKENS)[0]
+        # the norm of the heads removes a factor of the queries, except for its epsilon
+        assert np.abs(changed - want).max() > 1e-5, name
+
+
+@pytest.mark.slow
+def test_edit_does_not_depend_on_the_split_into_calls(params):
+    edited = build(CONFIG).edited({"block_*/gated_delta/value": lambda v: v.at[:, :, 1].set(0)})
+    want, _ = edited.apply({"params": params}, TOKENS)
+    cache, got = init_cache(CONFIG, ROWS, T), []
+    for part in (TOKENS[:, :6], TOKENS[:, 6:]):
+        logits, cache = edited.apply({"params": params}, part, cache=cache)
+        got.append(logits)
+    assert_near(np.concatenate(got, axis=1), want, ERROR)
+
+
+@pytest.mark.slow
+def test_adapters_change_and_merge_like_dense_kernels(params):
+    lora = LoraConfig(rank=2, targets="all-linear")
+    adapters = init_lora(params, lora, jax.random.key(2))
+    adapters = jax.tree.map(lambda x: x + 0.1, adapters)
+    names = adapters["decoder"]["block_0"]["gated_delta"].keys()
+    assert names == {"query", "key", "value", "gate", "beta", "decay", "out"}
+    got = logits_of(CONFIG, with_adapters(params, adapters, lora), TOKENS)
+    merged = logits_of(CONFIG, apply_lora(params, adapters, lora), TOKENS)
+    assert_near(got, merged, 5 * ERROR)
+    assert np.abs(got - logits_of(CONFIG, params, TOKENS)).max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_kernels_equal_dequantized_ones(params, kind):
+    small = quantize(params, kind)
+    block = small["decoder"]["block_0"]["gated_delta"]
+    assert all(hasattr(block[name]["kernel"], "bits") for name in ("query", "gate", "out"))
+    assert block["conv"].ndim == 2
+    dense = jax.tree.map(
+        lambda x: x.astype(jnp.float32), small, is_leaf=lambda x: hasattr(x, "bits")
+    )
+    got = logits_of(CONFIG, small, TOKENS)
+    assert_near(got, logits_of(CONFIG, dense, TOKENS), 5 * ERROR)
+
+
+def test_counts_of_parameters_and_operations():
+    D, F = 24, 38
+    kernels = D * (2 * NK * H + 2 * N * HV + 2 * N) + N * HV * D
+    mixer = kernels + W * (2 * NK * H + N * HV) + 2 * N + HV
+    attention, rest = D * (4 + 2 + 2) * 6 + 4 * 6 * D, 2 * D * F + 2 * D
+    assert num_params(CONFIG) == VOCAB * D + 2 * mixer + attention + 3 * rest + D
+    assert active_params(CONFIG) == num_params(CONFIG)
+    # a token multiplies the state with its key, adds a product to it, and multiplies it by a query
+    per_token = 2 * (kernels + 3 * N * H * HV) * 2 + 2 * attention + 3 * 4 * D * F + 2 * VOCAB * D
+    pairs = T * (T + 1) / 2
+    forward = per_token * T + 2 * 4 * 12 * pairs
+    assert forward_flops(CONFIG, T) == forward
+    # all products but those with the token vectors, which are looked up, have two gradients
+    assert training_flops(CONFIG, T) == 3 * forward
+
+
+def test_only_adapters_of_states_are_trained():
+    """The gradient of a frozen kernel is not computed, but that of its input may be."""
+    names = ("decoder/block_2/attention",)
+    lora = LoraConfig(rank=1, targets=("gated_delta/query",), layers=(1,), trained=())
+    frozen = ("embed", "decoder/block_0", "decoder/block_1")
+    whole = training_flops(CONFIG, T)
+    less = training_flops(CONFIG, T, frozen=frozen)
+    assert forward_flops(CONFIG, T) < less < whole
+    assert forward_flops(CONFIG, T) < training_flops(CONFIG, T, lora=lora) < whole
+    assert training_flops(CONFIG, T, frozen=names) < whole
+
+
+@pytest.mark.slow
+def test_exported_call_with_a_cache_can_be_serialized(params):
+    cache = init_cache(CONFIG, ROWS, T)
+    step = jax.jit(partial(build(replace(CONFIG, implementation="xla")).apply, {"params": params}))
+    call = lambda tokens, cache: step(tokens, cache=cache)  # noqa: E731
+    exported = export.deserialize(export.export(jax.jit(call))(TOKENS, cache).serialize())
+    logits, after = exported.call(TOKENS, cache)
+    assert_near(logits, call(TOKENS, cache)[0], ERROR)
+    assert isinstance(after.layers[0], StateCache)

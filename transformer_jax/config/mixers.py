@@ -1,0 +1,42 @@
+"""Config of the mixers that replace attention in some layers of a decoder."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from transformer_jax.config.fields import Size, check_types, fail
+from transformer_jax.config.keywords import config_class
+
+Mixer = Literal["attention", "gated_delta"]
+
+
+@config_class
+class GatedDelta:
+    """Sizes of Gated DeltaNet (Yang et al. 2024), which has a state instead of keys and values.
+
+    Each value head has a state [key_dim, value_dim] and reads the key head n // (num_value_heads /
+    num_key_heads). The projections have no biases.
+    """
+
+    num_key_heads: Size = 4
+    """Number of query heads and of key heads."""
+    num_value_heads: Size = 8
+    """Number of value heads, which is the number of states."""
+    key_dim: Size = 32
+    """Width of each query and key head."""
+    value_dim: Size = 32
+    """Width of each value head."""
+    conv_width: Size = 4
+    """Number of tokens in the window of the short convolution (W)."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.num_value_heads % self.num_key_heads:
+            rule = f"must divide num_value_heads {self.num_value_heads}"
+            fail("num_key_heads", self.num_key_heads, rule)
+
+    @property
+    def channels(self) -> int:
+        """Return the number of channels of the convolution, which are all queries, keys, values."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
+        return 2 * keys + values

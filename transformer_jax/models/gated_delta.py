@@ -1,0 +1,118 @@
+"""Gated DeltaNet, a mixer of tokens with a state of fixed size instead of keys and values."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.attention.linear import causal_conv, gated_delta_rule
+from transformer_jax.cache import state_cache
+from transformer_jax.cache.state_cache import StateCache
+from transformer_jax.config import ModelConfig
+from transformer_jax.models.functional import F32
+from transformer_jax.models.layers import Linear, branch_std, parameter, refuse_surplus
+from transformer_jax.models.module import Module
+from transformer_jax.models.ops import norm
+from transformer_jax.models.places import Visit
+
+L2_EPS = 1e-6
+"""Number added to the sum of squares of a query or key, under the root."""
+
+
+class GatedDeltaNet(Module):
+    """Gated delta rule with a short convolution and a gated norm (Yang et al. 2024, section 3.4).
+
+        q, k, v = silu(conv(W_q x, W_k x, W_v x));  q, k = q / |q|, k / |k|
+        beta = sigmoid(W_b x);  decay = -exp(decay_rate) softplus(W_a x + decay_bias)
+        out = W_o (norm(gated_delta_rule(q, k, v, decay, beta)) silu(W_z x))
+
+    The parameters are named query, key, value (W_q, W_k, W_v), beta (W_b), decay (W_a), gate (W_z)
+    and out (W_o). Padding leaves the state and the convolution unchanged.
+    """
+
+    config: ModelConfig
+    depth: int | None = None
+    """Number of blocks in the stack; None means num_layers."""
+
+    def setup(self) -> None:
+        cfg, sizes = self.config, self.config.gated_delta
+        assert sizes is not None
+        linear = partial(Linear, cfg, use_bias=False)
+        heads, values = sizes.num_key_heads, sizes.num_value_heads
+        self.query, self.key = linear((heads, sizes.key_dim)), linear((heads, sizes.key_dim))
+        self.value, self.gate = (linear((values, sizes.value_dim)) for _ in range(2))
+        self.beta, self.decay = linear((values,)), linear((values,))
+        self.out = linear((cfg.d_model,), 2, std=branch_std(cfg, self.depth))
+        # a window of W tokens keeps the variance of its inputs
+        fan_in = nn.initializers.normal(sizes.conv_width**-0.5)
+        self.conv = parameter(self, "conv", fan_in, (sizes.conv_width, sizes.channels))
+        self.decay_rate = parameter(self, "decay_rate", _decay_rates, (values,))
+        self.decay_bias = parameter(self, "decay_bias", _decay_biases, (values,))
+        ones = nn.initializers.ones
+        self.head_scale = parameter(self, "head_scale", ones, (sizes.value_dim,))
+        refuse_surplus(self)
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, D]
+        *,
+        positions: jax.Array | None = None,  # i32[B, T]; negative means padding
+        segments: jax.Array | None = None,  # i32[B, T]
+        cache: StateCache | None = None,
+        dropout_key: jax.Array | None = None,
+        visit: Visit | None = None,
+    ) -> tuple[jax.Array, StateCache | None]:
+        """Mix each token of x with the earlier tokens of its document and return the new cache."""
+        cfg, sizes = self.config, self.config.gated_delta
+        assert sizes is not None
+        visit = Visit() if visit is None else visit
+        B, T, _ = x.shape
+        valid = None if positions is None else positions >= 0
+        tokens: Any = dict(segments=segments, valid=valid)
+        projected = [f(x, dropout_key) for f in (self.query, self.key, self.value)]
+        mixed, tail = causal_conv(
+            jnp.concatenate([y.reshape(B, T, -1) for y in projected], axis=-1),
+            self.conv,
+            initial_state=None if cache is None else cache.tail,
+            return_state=True,
+            **tokens,
+        )
+        keys = sizes.num_key_heads * sizes.key_dim
+        parts = jnp.split(jax.nn.silu(mixed.astype(F32)), (keys, 2 * keys), axis=-1)
+        q, k, v = (y.reshape(p.shape) for y, p in zip(parts, projected, strict=True))
+        q, k = (y * jax.lax.rsqrt((y * y).sum(-1, keepdims=True) + L2_EPS) for y in (q, k))
+        beta = jax.nn.sigmoid(self.beta(x, dropout_key).astype(F32))
+        rate = jax.nn.softplus(self.decay(x, dropout_key).astype(F32) + self.decay_bias[None, None])
+        decay = -jnp.exp(self.decay_rate.astype(F32))[None, None] * rate
+        named: Any = dict(query=q, key=k, value=v, decay=decay, beta=beta)
+        named = {name: visit(f"gated_delta/{name}", y) for name, y in named.items()}
+        mix: Any = partial(gated_delta_rule, return_state=True)
+        # as in attention, only the values between the queries and the output are recomputed
+        mix = jax.checkpoint(mix) if cfg.remat == "attention" else mix
+        heads, state = mix(**named, initial_state=None if cache is None else cache.state, **tokens)
+        visit("gated_delta/state", state)
+        heads = norm(heads, self.head_scale.astype(F32), None, cfg.norm_eps, centred=False)
+        heads = heads * jax.nn.silu(self.gate(x, dropout_key).astype(F32))
+        heads = visit("gated_delta/heads", heads.astype(x.dtype))
+        y = visit("gated_delta/output", self.out(heads, dropout_key))
+        if cache is None:
+            return y, None
+        assert positions is not None
+        return y, state_cache.advance(cache, state, tail, positions)
+
+
+def _decay_rates(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """Draw log A for A from 1 to 16, as in Mamba-2 (Dao and Gu 2024)."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+
+
+def _decay_biases(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """Draw the inverse softplus of step sizes from 0.001 to 0.1 with uniform logarithms."""
+    low, high = np.log(0.001), np.log(0.1)
+    step = jnp.exp(jax.random.uniform(key, shape, dtype, low, high))
+    return step + jnp.log(-jnp.expm1(-step))
