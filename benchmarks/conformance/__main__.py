@@ -3,9 +3,11 @@
     python -m benchmarks.conformance                        all installed implementations
     python -m benchmarks.conformance --only jax.nn          only this implementation
     python -m benchmarks.conformance --write benchmarks/results/conformance
+    python -m benchmarks.conformance --against benchmarks/results/conformance.json
 
-Each implementation runs in its own process, so that a crash affects only one cell. The outcome in a
-cell is one of
+Each implementation runs in its own process, so that a crash affects only one cell. As many
+processes run at a time as there are cores. With `--against`, the command exits with 1 if an outcome
+is not the recorded one. The outcome in a cell is one of
 
     equal          output and gradients are within the bounds on rounding (`Case.result`)
     another        they match another definition, which is described in a note
@@ -29,8 +31,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--case", default="", help="run the cases whose name contains this text")
     parser.add_argument("--write", metavar="PATH", type=Path, help="write PATH.json and PATH.md")
+    parser.add_argument("--against", metavar="FILE", type=Path, help="compare with FILE's cells")
     parser.add_argument("--skip", type=int, help=argparse.SUPPRESS)  # for child processes
     options = parser.parse_args(argv)
     os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -71,21 +76,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Absent as reason:
             absent[name] = str(reason)
             print(f"{name}: not run: {reason}", flush=True)
-            continue
-        cells += in_process(name, chosen, options.case)
-        counts = collections.Counter(cell.kind for cell in cells if cell.implementation == name)
-        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-        print(f"{name} {versions[name]}: {kinds}", flush=True)
+    run = functools.partial(in_process, chosen=chosen, part=options.case)
+    with ThreadPoolExecutor(os.cpu_count()) as processes:
+        for name, found in zip(versions, processes.map(run, versions), strict=True):
+            counts = collections.Counter(cell.kind for cell in found)
+            kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+            print(f"{name} {versions[name]}: {kinds}", flush=True)
+            cells += found
     text = table(chosen, versions, absent, cells)
     behavior: dict[str, dict[str, str]] = {}
     if options.only == names and not options.case:
         behavior = observed()
         text += f"\n\n{markdown(behavior)}"
+    if options.write is not None:
+        write(options.write, versions, cells, text, absent=absent, behavior=behavior)
+    if options.against is not None:
+        return compare(cells, versions, json.loads(options.against.read_text()))
     if options.write is None:
         print(f"\n{text}")
-        return 0
-    write(options.write, versions, cells, text, absent=absent, behavior=behavior)
     return 0
+
+
+def compare(cells: list[Cell], versions: dict[str, str], recorded: dict[str, Any]) -> int:
+    """Print each cell whose outcome is not the recorded one, and return 1 if there is one."""
+    kinds = {
+        (name, case): outcome.partition(": ")[0]
+        for name, outcomes in recorded["cells"].items()
+        for case, outcome in outcomes.items()
+    }
+    status = 0
+    for cell in cells:
+        before = kinds.get((cell.implementation, cell.case), "not recorded")
+        if cell.kind != before:
+            now = versions[cell.implementation]
+            then = recorded["versions"].get(cell.implementation, "not recorded")
+            found = f"{cell.implementation} {now}, {cell.case}: {cell.kind} {cell.text}"
+            print(f"{found.strip()}: the recorded outcome, of version {then}, is {before}")
+            status = 1
+    return status
 
 
 def in_process(name: str, chosen: list[Case], part: str) -> list[Cell]:

@@ -357,7 +357,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         f"transformer_jax {name}": Implementation(
             "transformer_jax", OPTIONS, functools.partial(ours, name), in_jax
         )
-        for name in ("xla", "blockwise", "native")
+        for name in ("xla", "blockwise", "native", "invariant")
     },
     "jax.nn": Implementation("jax", LIKE_JAX, jax_nn, in_jax),
     "flax.linen": Implementation("flax", ("mask", "bias", "scale"), flax_linen, in_jax),

@@ -163,11 +163,19 @@ def test_alternatives_begin_with_single_option_changes():
     assert changed == sorted(changed) and set(changed) == {1, 2}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["xla", "blockwise"])
-def test_this_library_matches_every_case_definition(name):
-    for case in cases()[:: 7 if name == "xla" else 11]:
-        assert conformance.judge(f"transformer_jax {name}", case).kind == "equal", case.name
+def test_changed_outcome_is_printed(capsys):
+    cells = [Cell("a", "x", "equal"), Cell("a", "y", "wrong", "off by 1"), Cell("b", "x", "equal")]
+    recorded = {
+        "versions": {"a": "1.0"},
+        "cells": {"a": {"x": "equal", "y": "another: the mean of all values"}},
+    }
+    assert conformance.compare(cells[:1], {"a": "2.0"}, recorded) == 0
+    assert capsys.readouterr().out == ""
+    assert conformance.compare(cells, {"a": "2.0", "b": "3.0"}, recorded) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "a 2.0, y: wrong off by 1: the recorded outcome, of version 1.0, is another",
+        "b 3.0, x: equal: the recorded outcome, of version not recorded, is not recorded",
+    ]
 
 
 RESULTS = json.loads((ROOT / "benchmarks/results/conformance.json").read_text())

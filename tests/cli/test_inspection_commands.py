@@ -208,7 +208,7 @@ def test_evaluate_command_zeroes_heads_and_rejects_invalid_places(invoke, tmp_pa
     found = masked().edited(silent).evaluate(data)
     assert json.loads(printed) == pytest.approx(found)
     for wrong, message in (
-        (("--heads", "0"), r"heads is \[0\]: needs zero"),
+        (("--heads", "0"), r"heads is \[0\]: also pass zero"),
         (("--zero", "block_0/head"), "no place is named 'block_0/head': .*did you mean"),
         (
             ("--zero", "block_0/attention/heads", "--heads", "2"),

@@ -446,7 +446,7 @@ REFUSED = [
     (evaluate, "text", "--model m --choices a --stride 3", "stride is 3: needs text"),
     (evaluate, "text", "--model m --data x --target a", "target is 'a': needs prompt"),
     (evaluate, "text", "--model m --prompt a --beams 2", "beams is 2: needs data"),
-    (evaluate, "text", "--model m --prompt p --heads 0", "heads is [0]: needs zero, the name of"),
+    (evaluate, "text", "--model m --prompt p --heads 0", "heads is [0]: also pass zero, the place"),
     (evaluate, "chat", "--model m --prompt p", "target is None: it says labels; pass the answer"),
     (evaluate, "targets", "--model m --prompt p", "target is None: it says labels; pass the targ"),
     (evaluate, "labels", "--model m --prompt p --target t", "target is 't': it says labels"),

@@ -42,7 +42,7 @@ from transformer_jax.attention.masks import (
     Segments,
     Window,
 )
-from transformer_jax.kernels import Target, using
+from transformer_jax.kernels import Target, target, using
 
 LENGTHS = [
     (1, 257), (2, 129), (3, 127), (7, 65), (17, 64), (63, 63), (64, 17), (65, 7), (127, 3),
@@ -1144,13 +1144,17 @@ class AttentionSuite:
             inputs = arrays["query"], hidden, arrays["value"]
             return self.attend(*inputs, mask=mask, scale=scale, return_lse=True)
 
+        where = self.target or target()
+        # kernels that multiply 16-bit numbers split the scaled query into two parts of 8 bits each
+        # and round the gradient of the scores
+        narrow = not isinstance(where, str) and where.backend.narrow
         (out, lse), pull = jax.vjp(attend, jnp.float32(0.3))
         assert out.dtype == jnp.bfloat16
-        assert_near(lse, expected["lse"], FORWARD_F32)
+        assert_near(lse, expected["lse"], 2**-16 if narrow else FORWARD_F32)
         (slope,) = pull((jnp.zeros_like(out), arrays["lse_cotangent"]))
         # scale and query enter only as a product: scale dscale = sum(query dquery)
         wanted = (expected["dquery"] * host["query"]).sum() / np.float32(0.3)
-        assert_near(slope, wanted, GRADIENT_F32)
+        assert_near(slope, wanted, GRADIENT_BF16 if narrow else GRADIENT_F32)
 
     def test_results_stay_float32_under_x64(self):
         arrays = self.draw(42)

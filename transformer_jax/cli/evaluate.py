@@ -85,7 +85,7 @@ def evaluate(options: Evaluate) -> None:
     refuse_unread(options, READS, selected[0])
     if options.heads is not None and options.zero is None:
         raise ConfigError(
-            f"heads is {list(options.heads)}: needs zero, the name of the place with these heads"
+            f"heads is {list(options.heads)}: also pass zero, the place with these heads"
         )
     rows = {} if options.batch_size is None else {"batch_size": options.batch_size}
     found: Mapping[str, float | str]
