@@ -39,7 +39,7 @@ UNROUNDED = "ours, f32"
 """Contender with unrounded weights, for comparison with rounded ones."""
 FIRST = ", first token"
 QUESTION = "decoding: seconds per greedy generate call of ours, its peers and the memory's limit"
-TOLERANCE: dict[Weights, float] = {"f32": 1e-3, "bf16": 0.25, "int8": 0.25}
+TOLERANCE: dict[Weights, float] = {"f32": 1e-3, "bf16": 0.25, "int8": 0.25, "int4": 2.0}
 """Largest allowed difference of a logit. With these weights, logits are between about -3 and 3."""
 ROUNDS = {LLAMA_CPP: 0.02}
 """Largest allowed difference for contenders with rounded arithmetic, such as llama.cpp, which uses
@@ -96,7 +96,9 @@ def measure(
     clock: Callable[[], float],
 ) -> dict[str, Any]:
     """Return timings, tokens per second, ratios, and the fraction of the limit for one case."""
-    rounded = partial(quantize, params, kind, embeddings=kind == "int8")  # as in the peers
+    rounded = partial(
+        quantize, params, kind, embeddings=kind in ("int8", "int4")
+    )  # as in the peers
     held = params if kind == own_weights(case) else rounded()
     builders = {OURS: lambda: ours(case, held)}
     if held is not params:

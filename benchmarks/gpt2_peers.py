@@ -21,10 +21,12 @@ import numpy as np
 from benchmarks.peers import Absent, cores, imported, torch_and_device
 from benchmarks.specs import DecodeCase
 
-Weights = Literal["f32", "bf16", "int8"]
+Weights = Literal["f32", "bf16", "int8", "int4"]
 HUGGING_FACE, COMPILED = "Hugging Face", "Hugging Face, compiled"
 CTRANSLATE2, LLAMA_CPP = "CTranslate2", "llama.cpp"
-DTYPES: dict[Weights, str] = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}
+DTYPES: dict[Weights, str] = {
+    "f32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ def hugging_face(
 
     For bf16, this is also the compute dtype, because torch has no other product for bfloat16.
     """
-    if weights == "int8":
-        raise Absent("no int8 weights without another package")
+    if weights in ("int8", "int4"):
+        raise Absent(f"no {weights} weights without another package")
     torch, device = torch_and_device()
     try:
         from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel

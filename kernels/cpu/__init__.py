@@ -11,6 +11,7 @@ widest set that the processor supports. The files in `source/` are:
     decode      the forward pass of few queries over many keys
     products    few rows times weights
     bytes       few rows times int8 weights, in integers
+    nibbles     few rows times 4-bit weights
     norms       LayerNorm and RMSNorm of few rows
     handlers    the entry points that XLA calls
     threads     the distribution of items over threads

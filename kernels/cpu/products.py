@@ -1,9 +1,9 @@
 """Products of few rows with a weight matrix, for decoding on a CPU.
 
-The compiled kernel (`source/products.h`) reads the weights once, in place, in float32, bfloat16 or
-int8, and sums in float32. XLA's CPU backend requires weights in the dtype of x, and is slower for
-several rows. XLA computes the product if the kernel cannot run, which is the case in exported
-programs, on several devices, and under gradients or `vmap`.
+The compiled kernel (`source/products.h`) reads the weights once, in place, in float32, bfloat16,
+int8 or 4 bits, and sums in float32. XLA's CPU backend requires weights in the dtype of x, and is
+slower for several rows. XLA computes the product if the kernel cannot run, which is the case in
+exported programs, on several devices, and under gradients or `vmap`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer_jax.kernels import platform
 from transformer_jax.kernels.cpu import library
@@ -26,17 +27,52 @@ MOST_ROWS = 16
 SMALLEST = 2**14
 """Minimum matrix size. For smaller matrices, XLA fuses the product with neighboring operations."""
 DTYPES = "float32", "bfloat16", "int8"
+WORD = 8
+"""Number of 4-bit weights in a word: consecutive inputs of one output."""
+_SHIFTS = np.array([0, 8, 16, 24, 4, 12, 20, 28], np.uint32)
+"""Position of each input's weight in a word. Each half of a byte is then four consecutive inputs,
+as the processor's integer products require."""
+
+
+def pack_words(values: jax.Array) -> jax.Array:
+    """Pack integers of -8..7 [..., inputs, outputs] into words u32[..., inputs / 8, outputs].
+
+    The number of words is rounded up. 8 is added to each integer.
+    """
+    *lead, inputs, outputs = values.shape
+    values = jnp.pad(values, [*[(0, 0)] * len(lead), (0, -inputs % WORD), (0, 0)])
+    values = values.reshape(*lead, values.shape[-2] // WORD, WORD, outputs)
+    shifted = (values + 8).astype(jnp.uint32) << _shifts(values.ndim)
+    return shifted.sum(axis=-2, dtype=jnp.uint32)
+
+
+def dequantize_words(words: jax.Array, scale: jax.Array, inputs: int) -> jax.Array:
+    """Return the weights f32[..., inputs, outputs] of packed words and scale[..., groups, outputs].
+
+    Each scale applies to a group of consecutive inputs.
+    """
+    *lead, groups, outputs = scale.shape
+    values = (words[..., None, :] >> _shifts(words.ndim + 1) & 15).astype(jnp.int32) - 8
+    values = values.reshape(*lead, words.shape[-2] * WORD, outputs)[..., :inputs, :]
+    grouped = values.reshape(*lead, groups, inputs // groups, outputs).astype(jnp.float32)
+    weights = grouped * scale[..., None, :].astype(jnp.float32)
+    return weights.reshape(*lead, inputs, outputs)
+
+
+def _shifts(ndim: int) -> np.ndarray:
+    return _SHIFTS.reshape((1,) * (ndim - 2) + (WORD, 1))
 
 
 def takes(rows: int, dtype: jax.typing.DTypeLike, weights: jax.Array) -> bool:
     """Whether to use `product` for these rows and this dtype on this platform."""
+    size = weights.size * (WORD if weights.dtype == jnp.uint32 else 1)
     return (
         # the number of rows is symbolic in some exports
         isinstance(rows, int)
         and 1 <= rows <= MOST_ROWS
-        and weights.size >= SMALLEST
+        and size >= SMALLEST
         and jnp.dtype(dtype).name in ("float32", "bfloat16")
-        and jnp.dtype(weights.dtype).name in DTYPES
+        and jnp.dtype(weights.dtype).name in (*DTYPES, "uint32")
         and platform() == "cpu"
         and not isinstance(library(), str)
     )
@@ -44,20 +80,27 @@ def takes(rows: int, dtype: jax.typing.DTypeLike, weights: jax.Array) -> bool:
 
 def product(
     x: jax.Array,  # [rows, inputs]
-    weights: jax.Array,  # [inputs, outputs]; transposed: [outputs, inputs]
+    weights: jax.Array,  # [inputs, outputs]; transposed: [outputs, inputs]; 4 bits: see below
     *,
-    scale: jax.Array | None = None,  # [outputs]
+    scale: jax.Array | None = None,  # [outputs]; with words: [groups, outputs]
     bias: jax.Array | None = None,  # [outputs]
     turned: bool = False,
 ) -> jax.Array:  # f32[rows, outputs]
     """Return scale x W + bias with sums in float32, or scale x W^T + bias if `turned` is true.
 
+    4-bit weights are words u32[inputs / 8, outputs] (see `pack_words`) with scales in float32 or
+    float16. They cannot be transposed, and several groups must have a multiple of 32 inputs.
+
     Raises ValueError if the sizes of x, W, scale and bias do not match.
     """
-    _check(x.shape[1], weights, turned, scale=scale, bias=bias)
+    if weights.dtype == jnp.uint32:
+        _check_words(x.shape[1], weights, scale, bias)
+    else:
+        _check(x.shape[1], weights, turned, scale=scale, bias=bias)
+        scale = None if scale is None else scale.astype(jnp.float32)
     none = jnp.zeros((0,), jnp.float32)
-    more = (none if one is None else one.astype(jnp.float32) for one in (scale, bias))
-    tree = x.astype(jnp.float32), weights, *more
+    bias = none if bias is None else bias.astype(jnp.float32)
+    tree = x.astype(jnp.float32), weights, none if scale is None else scale, bias
     here, elsewhere = partial(_native, turned), partial(_portable, turned)
     if isinstance(library(), str):
         return elsewhere(*tree)[0]
@@ -74,6 +117,27 @@ def _check(inputs: int, weights: jax.Array, turned: bool, **more: jax.Array | No
             raise ValueError(f"{name} has shape {list(one.shape)}: must be [{outputs}]")
 
 
+def _check_words(
+    inputs: int, words: jax.Array, scale: jax.Array | None, bias: jax.Array | None
+) -> None:
+    rows, outputs = words.shape
+    if -(-inputs // WORD) != rows:
+        raise ValueError(
+            f"x has {inputs} inputs: {rows} words have from {8 * rows - 7} to {8 * rows}"
+        )
+    if scale is None or scale.ndim != 2 or scale.shape[1] != outputs:
+        shape = None if scale is None else list(scale.shape)
+        raise ValueError(f"scale has shape {shape}: must be [groups, {outputs}]")
+    groups = scale.shape[0]
+    if groups != 1 and (not groups or inputs % (32 * groups)):
+        rule = "must be 1, or divide the inputs into groups of a multiple of 32"
+        raise ValueError(f"scale has {groups} groups for {inputs} inputs: the number {rule}")
+    if scale.dtype not in (jnp.float32, jnp.float16):
+        raise ValueError(f"scale is {scale.dtype}: must be float32 or float16")
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"bias has shape {list(bias.shape)}: must be [{outputs}]")
+
+
 def _native(
     turned: bool, x: jax.Array, weights: jax.Array, scale: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array]:
@@ -88,8 +152,11 @@ def _portable(
     turned: bool, x: jax.Array, weights: jax.Array, scale: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array]:
     axes = ((1,), (1 if turned else 0,)), ((), ())
-    y = jax.lax.dot_general(x, weights.astype(jnp.float32), axes)
-    y = y * scale[None] if scale.size else y
+    if weights.dtype == jnp.uint32:
+        y = x @ dequantize_words(weights, scale, x.shape[1])
+    else:
+        y = jax.lax.dot_general(x, weights.astype(jnp.float32), axes)
+        y = y * scale[None] if scale.size else y
     return (y + bias[None] if bias.size else y,)
 
 

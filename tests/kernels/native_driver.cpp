@@ -613,14 +613,34 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
   const auto at_x = [&](int64_t row, int64_t input) {
     return p.x_turned ? input * p.rows + row : row * p.inputs + input;
   };
-  p.dtype = (Weights)between(0, 2), p.turned = between(0, 1);
+  p.dtype = (Weights)between(0, p.fixed ? 2 : 3);
+  const bool packed = p.dtype == Weights::int4, integers = packed || p.dtype == Weights::int8;
+  p.turned = !packed && between(0, 1);
+  p.groups = packed && between(0, 1) ? between(1, 12) : 1;
+  if (p.groups > 1) p.inputs = 32 * p.groups;
   const int64_t count = p.inputs * p.outputs;
   Numbers weights(p.dtype == Weights::bfloat16 ? Dtype::bfloat16 : Dtype::float32,
-                  p.dtype == Weights::int8 ? 0 : count);
-  std::vector<int8_t> bytes(p.dtype == Weights::int8 ? count : 0);
+                  integers ? 0 : count);
+  std::vector<int8_t> bytes(integers ? count : 0);
   for (size_t i = 0; i < weights.size(); i++) weights.put(i, normal(random));
-  for (auto& byte : bytes) byte = between(-127, 127);
+  for (auto& byte : bytes) byte = packed ? between(-8, 7) : between(-127, 127);
   p.weights = bytes.size() ? (void*)bytes.data() : weights.data();
+  std::vector<uint32_t> words(packed ? (p.inputs + 7) / 8 * p.outputs : 0);
+  for (int64_t i = 0; packed && i < count; i++) {
+    const int64_t input = i / p.outputs, place = input % 8;
+    words[input / 8 * p.outputs + i % p.outputs] |= (uint32_t)(bytes[i] + 8)
+                                                    << (8 * (place % 4) + place / 4 * 4);
+  }
+  if (packed) p.weights = words.data();
+  p.half = packed && between(0, 1);
+  Numbers group_scale(p.half ? Dtype::float16 : Dtype::float32, packed ? p.groups * p.outputs : 0);
+  for (size_t i = 0; i < group_scale.size(); i++) group_scale.put(i, normal(random));
+  p.group_scale = group_scale.data();
+  const auto weight = [&](int64_t at) -> double {
+    if (!packed) return bytes.size() ? bytes[at] : weights.at(at);
+    const int64_t group = at / p.outputs / (p.inputs / p.groups);
+    return bytes[at] * (double)group_scale.at(group * p.outputs + at % p.outputs);
+  };
   std::vector<float> x(p.rows * p.inputs), scale(p.outputs), bias(p.outputs), y(p.rows * p.outputs);
   for (auto* each : {&x, &scale, &bias})
     for (auto& number : *each) number = normal(random);
@@ -630,9 +650,10 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
   const bool broken = p.inputs && !between(0, 7);  // a single row is NaN
   if (broken) x[at_x(0, between(0, p.inputs - 1))] = NAN;
   p.x = x.data(), p.y = y.data();
-  p.scale = between(0, 1) ? scale.data() : nullptr, p.bias = between(0, 1) ? bias.data() : nullptr;
+  p.scale = !packed && between(0, 1) ? scale.data() : nullptr;
+  p.bias = between(0, 1) ? bias.data() : nullptr;
   kernels.product(p, parallel);
-  std::vector<double> most(p.rows);  // per row: with int8 weights, x is rounded to 2^-24 of it
+  std::vector<double> most(p.rows);  // per row: with weights in integers, x is rounded to 2^-24 of it
   for (int64_t r = 0; r < p.rows; r++)
     for (int64_t i = 0; i < p.inputs; i++)
       most[r] = std::max<double>(most[r], std::fabs(x[at_x(r, i)]));
@@ -642,9 +663,9 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
       double sum = 0, size = 0;
       for (int64_t i = 0; i < p.inputs; i++) {
         const int64_t at = p.turned ? o * p.inputs + i : i * p.outputs + o;
-        const double one = (bytes.size() ? bytes[at] : weights.at(at)) * x[at_x(r, i)];
+        const double one = weight(at) * x[at_x(r, i)];
         sum += one, size += std::fabs(one);
-        if (bytes.size()) size += std::ldexp(1e6, -24) * most[r] * std::abs(bytes[at]);
+        if (bytes.size()) size += std::ldexp(1e6, -24) * most[r] * std::fabs(weight(at));
       }
       if (broken && !r) {
         if (y[o] == y[o]) return INFINITY;

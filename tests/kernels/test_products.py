@@ -1,4 +1,7 @@
-"""Products of few rows with weights in 32, 16 and 8 bits on a CPU, against float64."""
+"""Products of few rows with weights in 32, 16, 8 and 4 bits on a CPU, against float64."""
+
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
 from transformer_jax.kernels import cpu
 from transformer_jax.kernels.cpu import products
 from transformer_jax.models.ops import logits, project
+from transformer_jax.models.quantized import quantize, quantized_project
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -74,6 +78,150 @@ def test_long_fixed_sum_matches_float64(rng):
     x = rng.uniform(size=(3, 50_257)).astype(np.float32)
     wanted = x.astype(np.float64).sum(axis=1)
     assert np.abs(products.fixed_sum(jnp.asarray(x)) / wanted - 1).max() < 1e-6
+
+
+def words_of(rng, inputs, outputs, dtype):
+    """Draw 4-bit weights; return words and scales, and the weights in float64."""
+    values = rng.integers(-8, 8, (inputs, outputs))
+    groups = inputs // 32 if inputs % 32 == 0 else 1
+    scale = rng.lognormal(size=(groups, outputs)).astype(dtype)
+    words = np.zeros((-(-inputs // 8), outputs), np.uint32)
+    for k, row in enumerate(values):
+        words[k // 8] |= (row + 8).astype(np.uint32) << (8 * (k % 4) + 4 * (k % 8 // 4))
+    exact = values * np.repeat(scale.astype(np.float64), inputs // groups, axis=0)
+    return jax.device_put(words), jax.device_put(scale), exact
+
+
+def check_4_bit_products(rng, dtype):
+    """Compare with float64; x may be rounded to 2^-24 of a row's maximum."""
+    for inputs, outputs in [*SIZES, (64, 70), (32, 1), (416, 513)]:
+        words, scale, exact = words_of(rng, inputs, outputs, dtype)
+        bias = rng.normal(size=outputs).astype(np.float32)
+        for rows in (1, 2, 3, 7, 8, 16):
+            x = rng.normal(size=(rows, inputs)).astype(np.float32)
+            size = np.abs(x).astype(np.float64) @ np.abs(exact) + np.abs(bias)
+            size += 2**-24 / FORWARD_F32 * np.abs(x).max(1)[:, None] * np.abs(exact).sum(0)
+            found = products.product(jnp.array(x), words, scale=scale, bias=jnp.array(bias))
+            assert (
+                np.abs(found - (x.astype(np.float64) @ exact + bias)) <= FORWARD_F32 * size
+            ).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_native_4_bit_product_matches_float64(rng, dtype, instructions):
+    check_4_bit_products(rng, dtype)
+
+
+@pytest.mark.slow
+def test_xla_4_bit_product_matches_float64(rng, monkeypatch):
+    monkeypatch.setattr(products, "library", lambda: "is left out")
+    check_4_bit_products(rng, "float32")
+
+
+@needs_kernels
+def test_4_bit_products_of_empty_arrays():
+    scale, bias = jnp.ones((1, 4)), jnp.arange(4.0)
+    y = products.product(jnp.zeros((3, 0)), jnp.zeros((0, 4), jnp.uint32), scale=scale, bias=bias)
+    assert_same_bits(y, np.tile(np.arange(4, dtype=np.float32), (3, 1)))
+    words = jnp.zeros((1, 4), jnp.uint32)
+    assert products.product(jnp.zeros((0, 5)), words, scale=scale).shape == (0, 4)
+    none = jnp.zeros((1, 0), jnp.uint32)
+    assert products.product(jnp.zeros((3, 5)), none, scale=scale[:, :0]).shape == (3, 0)
+
+
+@needs_kernels
+def test_packed_words_are_dequantized_exactly(rng):
+    for inputs in (5, 64):
+        words, scale, exact = words_of(rng, inputs, 7, "float32")
+        found = products.dequantize_words(words, scale, inputs)
+        np.testing.assert_array_equal(found, exact.astype(np.float32))
+        groups = np.repeat(np.asarray(scale, np.float64), inputs // len(scale), axis=0)
+        again = products.pack_words(jnp.array(np.round(exact / groups), jnp.int8))
+        assert_same_bits(products.dequantize_words(again, scale, inputs), found)
+        if inputs == 64:  # otherwise the last word also contains unused bits
+            np.testing.assert_array_equal(again, words)
+
+
+@needs_kernels
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nonfinite_inputs_of_4_bit_products_affect_only_their_row(rng, bad, instructions):
+    words, scale, exact = words_of(rng, 224, 70, "float32")
+    x = rng.normal(size=(3, 224)).astype(np.float32)
+    clean = x.astype(np.float64) @ exact
+    x[1, 33] = bad
+    with np.errstate(invalid="ignore"):
+        wanted = x.astype(np.float64) @ exact
+    found = np.asarray(products.product(jax.device_put(x), words, scale=scale))
+    np.testing.assert_array_equal(found[1], wanted[1])
+    assert_near(found[[0, 2]], clean[[0, 2]], 1e-5)
+
+
+@needs_kernels
+def test_4_bit_product_error_is_bounded_relative_to_largest_input(rng, instructions):
+    """An outlier of 10,000, a row of zeros, and rows near both ends of the float32 range."""
+    words, scale, exact = words_of(rng, 192, 70, "float32")
+    x = rng.normal(size=(4, 192)).astype(np.float32)
+    x[0, 17], x[1], x[2], x[3] = 1e4, 0, x[2] * np.float32(1e-33), x[3] * np.float32(1e33)
+    found = np.asarray(products.product(jax.device_put(x), words, scale=scale), np.float64)
+    limit = FORWARD_F32 * (np.abs(x).astype(np.float64) @ np.abs(exact))
+    limit += 2**-24 * np.abs(x).max(1)[:, None].astype(np.float64) * np.abs(exact).sum(0)
+    assert (np.abs(found - x.astype(np.float64) @ exact) <= limit).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
+def test_quantized_projection_of_few_rows_uses_the_kernel(rng, x_dtype):
+    kernel = jnp.array(rng.normal(size=(256, 96)), jnp.float32)
+    stored = quantize({"block_0": {"up": {"kernel": kernel}}}, "int4")["block_0"]["up"]["kernel"]
+    exact = np.asarray(stored.astype(jnp.float32), np.float64)
+
+    def reads_words(kernel, rows=1):
+        x = jax.ShapeDtypeStruct((rows, math.prod(kernel.inputs)), x_dtype)
+        text = jax.jit(lambda x: quantized_project(x, kernel, None, 1)).lower(x).as_text()
+        return any("weight_product" in line and "ui32" in line for line in text.split("\n"))
+
+    assert reads_words(stored, 16)
+    assert not reads_words(stored, 17)
+    # the kernel has no groups of 16 inputs
+    assert not reads_words(dataclasses.replace(stored, scale=jnp.repeat(stored.scale, 2, axis=0)))
+    x = jnp.array(rng.normal(size=(5, 256)), x_dtype)
+    found = quantized_project(x, stored, None, 1)
+    assert found.dtype == x_dtype
+    error = FORWARD_F32 if x_dtype == "float32" else 2**-8
+    assert_near(found, np.asarray(x, np.float64) @ exact, error)
+
+
+@needs_kernels
+def test_4_bit_product_supports_derivatives_vmap_and_export(rng):
+    """Adapters on a quantized base use the gradient with respect to x."""
+    kernel = jnp.array(rng.normal(size=(256, 96)), jnp.float32)
+    stored = quantize({"block_0": {"up": {"kernel": kernel}}}, "int4")["block_0"]["up"]["kernel"]
+    exact = np.asarray(stored.astype(jnp.float32), np.float64)
+    x, g = (jnp.array(rng.normal(size=(3, n)), jnp.float32) for n in (256, 96))
+    function = jax.jit(lambda x: quantized_project(x, stored, None, 1))
+    y, pull = jax.vjp(function, x)
+    assert_near(y, np.asarray(x, np.float64) @ exact, FORWARD_F32)
+    assert_near(pull(g)[0], np.asarray(g, np.float64) @ exact.T, FORWARD_F32)
+    assert_near(jax.jvp(function, (x,), (x,))[1], y, FORWARD_F32)
+    assert_near(jax.vmap(lambda x: function(x[None])[0])(x), y, FORWARD_F32)
+    again = export.deserialize(export.export(function)(x).serialize())
+    assert_near(again.call(x), y, FORWARD_F32)
+
+
+@needs_kernels
+def test_mismatched_4_bit_products_are_rejected():
+    words, scale = jnp.zeros((8, 5), jnp.uint32), jnp.ones((2, 5))
+    with pytest.raises(ValueError, match="x has 56 inputs: 8 words have from 57 to 64"):
+        products.product(jnp.ones((2, 56)), words, scale=scale)
+    with pytest.raises(ValueError, match=r"scale has shape \[5\]: must be \[groups, 5\]"):
+        products.product(jnp.ones((2, 64)), words, scale=jnp.ones(5))
+    with pytest.raises(ValueError, match="scale has 4 groups for 64 inputs: the number must be 1"):
+        products.product(jnp.ones((2, 64)), words, scale=jnp.ones((4, 5)))
+    with pytest.raises(ValueError, match="scale is bfloat16: must be float32 or float16"):
+        products.product(jnp.ones((2, 64)), words, scale=scale.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"bias has shape \[4\]: must be \[5\]"):
+        products.product(jnp.ones((2, 64)), words, scale=scale, bias=jnp.ones(4))
 
 
 @pytest.mark.slow

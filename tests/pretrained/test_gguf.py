@@ -14,8 +14,10 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from tests.support.gguf_files import byte_level_keys, converted, gguf, gguf_of, write_file
+from tests.support.tolerances import assert_same_bits
 from transformer_jax.config import ConfigError, Experts, ModelConfig, Rope
 from transformer_jax.models.factory import init_params
+from transformer_jax.models.quantized import QuantizedTable, quantize
 from transformer_jax.pretrained import gguf_file
 from transformer_jax.pretrained.gguf_file import open_gguf
 from transformer_jax.pretrained.load import load_pretrained, pretrained_config
@@ -341,6 +343,32 @@ def test_quantized_gguf_model_matches_dequantized_model(tmp_path):
     half = load_pretrained(path, dtype="bfloat16")[1]["embed"]["tokens"]
     whole = np.asarray(loaded["embed"]["tokens"])
     np.testing.assert_array_equal(np.asarray(half), whole.astype(half.dtype))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_int4_keeps_the_numbers_of_q4_0_tensors(name, tmp_path):
+    folder, _ = folder_of(tmp_path / "m", CASES[name][0], CASES[name][1])
+    path = gguf_of(
+        tmp_path / "m.gguf", folder, kinds=lambda name: None if "norm" in name or
+        name.endswith("bias") else "Q4_0"
+    )  # fmt: skip
+    _, loaded = load_pretrained(path)
+    stored = quantize(loaded, "int4", embeddings=True)
+    flat = flatten_dict(stored, sep="/")
+    tables = [x for x in flat.values() if isinstance(x, QuantizedTable)]
+    assert tables and all(table.bits == 4 for table in tables)
+    for path, leaf in flatten_dict(loaded, sep="/").items():
+        assert_same_bits(flat[path].astype(np.float32), leaf)
+
+
+def test_int4_rounds_q8_0_embeddings_to_8_bits(tmp_path):
+    folder, _ = folder_of(tmp_path / "m", "llama", LLAMA)
+    path = gguf_of(
+        tmp_path / "m.gguf", folder, kinds=lambda name: "Q8_0" if "token" in name else None
+    )
+    _, loaded = load_pretrained(path)
+    table = quantize(loaded, "int4", embeddings=True)["embed"]["tokens"]
+    assert isinstance(table, QuantizedTable) and table.bits == 8
 
 
 # Rejected files

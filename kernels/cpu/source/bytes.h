@@ -1,10 +1,7 @@
 // Integer products of few rows with int8 weights, for processors with VNNI: one instruction multiplies
 // four weights by four digits per lane.
 //
-// A row of x is split into three digits of 8 bits: x = u (65536 a + 256 b + c) with a, b, c in
-// -128..127 and u = max |x| / MOST, so that the rounding error is at most 2^-24 of the row's
-// largest number. Sums of digits times weights are exact: they become float32 after 16 inputs, or
-// after a row. One operand of the instruction is unsigned: weights enter as w + 128, and sums start
+// Sums of digits times weights are exact: they become float32 after 16 inputs, or after a row. One operand of the instruction is unsigned: weights enter as w + 128, and sums start
 // at minus 128 times the sum of the digits.
 #pragma once
 
@@ -19,7 +16,6 @@ static bool has_vnni() {
 
 constexpr int64_t GROUP = 16;  // inputs whose products are summed in integers
 constexpr int64_t LOAD = 64;   // bytes of a register
-constexpr float MOST = 8355584;  // 127 * 65793, minus the possible rounding error
 
 // Rows of x as digits, and the initial values of sums.
 struct Digits {
@@ -75,23 +71,6 @@ struct Digits {
     return left <= 0 ? vf{} : (vf)_mm512_maskz_loadu_ps((1u << left) - 1, x + k);
   }
 };
-
-// Whether every row can be split: its largest number and its inverse are well within float32.
-static bool can_be_cut(const float* x, int64_t rows, int64_t width) {
-  for (int64_t m = 0; m < rows; m++) {
-    vf most{};
-    vi wrong = vi{};
-    for (int64_t k = 0; k < width; k += W) {
-      const __mmask16 there = width - k >= W ? 0xffff : (1u << (width - k)) - 1;
-      const vf size = (vf)((vi)_mm512_maskz_loadu_ps(there, x + m * width + k) & INT32_MAX);
-      wrong |= ~(size <= 1e30f);  // also true for NaN
-      most = larger(most, size);
-    }
-    const float size = largest(most);
-    if (any(wrong) || (size && size < 1e-30f)) return false;
-  }
-  return true;
-}
 
 // Add x[rows][count] W[count][width], count <= GROUP, to y[rows][width]. y may be written up to a
 // multiple of LOAD.

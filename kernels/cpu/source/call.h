@@ -82,7 +82,7 @@ struct Call {
   float* dbias;       // in the bias's shape
 };
 
-enum class Weights { float32, bfloat16, int8 };
+enum class Weights { float32, bfloat16, int8, int4 };
 
 // y = x W, or x W^T, times a scale per output, plus a bias; null pointers mean none.
 struct Product {
@@ -95,6 +95,11 @@ struct Product {
   bool turned;
   const void* weights;  // [inputs][outputs], turned [outputs][inputs]
   const float *scale, *bias;  // [outputs]
+  // for int4, which has words of 8 inputs, [inputs / 8, rounded up][outputs]: float32 or float16
+  // scales [groups][outputs], with one group or groups of a multiple of 32 inputs
+  const void* group_scale;
+  int64_t groups;
+  bool half;
   float* y;  // [rows][outputs]
 };
 

@@ -133,13 +133,20 @@ ffi::Error multiplied(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer wei
   p.rows = axis(*y, 0), p.inputs = axis(x, x_turned ? 0 : 1), p.outputs = axis(*y, 1);
   p.threads = pool.num_threads(), p.x_turned = x_turned, p.fixed = fixed;
   p.x = array<float>(x), p.weights = weights.untyped_data(), p.turned = turned;
-  p.scale = array<float>(scale), p.bias = array<float>(bias);
+  p.bias = array<float>(bias);
+  if (weights.element_type() == ffi::U32) {
+    p.group_scale = scale.untyped_data(), p.groups = axis(scale, 0);
+    p.half = scale.element_type() == ffi::F16;
+  } else {
+    p.scale = array<float>(scale);
+  }
   p.y = (float*)y->untyped_data();
   switch (weights.element_type()) {
     case ffi::F32: p.dtype = Weights::float32; break;
     case ffi::BF16: p.dtype = Weights::bfloat16; break;
     case ffi::S8: p.dtype = Weights::int8; break;
-    default: return ffi::Error::InvalidArgument("weights: must be float32, bfloat16 or int8");
+    case ffi::U32: p.dtype = Weights::int4; break;
+    default: return ffi::Error::InvalidArgument("weights: must be float32, bfloat16, int8 or uint32");
   }
   try {
     kernels().product(p, [&](int64_t count, const std::function<void(int64_t)>& work) {

@@ -9,9 +9,13 @@ namespace NAMESPACE {
 // Numbers k .. k + W of a row; zeros past its end.
 static inline vf numbers(const float* x, int64_t k, int64_t width) {
   if (k + W <= width) return load(x + k);
+#if LANES == 16
+  return (vf)_mm512_maskz_loadu_ps((1u << (width - k)) - 1, x + k);
+#else
   float rest[W] = {};
   std::copy(x + k, x + width, rest);
   return load(rest);
+#endif
 }
 // Write them, up to the row's end.
 static inline void put(float* y, int64_t k, int64_t width, vf x) {
@@ -141,11 +145,35 @@ static void dot_rows(int64_t rows, const float* x, int64_t ldx, const T* w, int6
   }
 }
 
+static inline int64_t parts_of(int64_t n, int64_t part) { return (n + part - 1) / part; }
+
+// In integer products, a row of x is split into three digits: x = u (65536 a + 256 b + c) with a, b, c
+// in -128..127 and u = max |x| / MOST, so that the rounding error is at most 2^-24 of the row's
+// largest number.
+constexpr float MOST = 8355584;  // 127 * 65793, minus the possible rounding error
+
+// Whether every row can be split: its largest number and its inverse are well within float32.
+static inline bool can_be_cut(const float* x, int64_t rows, int64_t width) {
+  for (int64_t m = 0; m < rows; m++) {
+    vf most{};
+    vi wrong = vi{};
+    for (int64_t k = 0; k < width; k += W) {
+      const vf size = (vf)((vi)numbers(x + m * width, k, width) & INT32_MAX);
+      wrong |= ~(size <= 1e30f);  // also true for NaN
+      most = larger(most, size);
+    }
+    const float size = largest(most);
+    if (any(wrong) || (size && size < 1e-30f)) return false;
+  }
+  return true;
+}
+
 }  // namespace NAMESPACE
 
 #if LANES == 16
 #include "bytes.h"
 #endif
+#include "nibbles.h"
 
 namespace NAMESPACE {
 
@@ -155,8 +183,6 @@ constexpr int64_t MOST_ITEMS_OF_ROWS = 8;  // for several rows, whose sums take 
 constexpr int64_t KEPT = 12 << 10;    // bytes of x that stay in the L1 cache
 constexpr int64_t SUMS = 24 << 10;    // bytes of sums that stay in the L1 cache
 constexpr int64_t NARROWEST = 256;    // minimum outputs per item
-
-static inline int64_t parts_of(int64_t n, int64_t part) { return (n + part - 1) / part; }
 
 // Accumulation of rows of weights: in float32, or in integers with x split into digits.
 template <class T>
@@ -224,6 +250,35 @@ struct SumsOfBytes {
 };
 #endif
 
+// Sums of 4-bit weights; `integers` is true if x is split into digits.
+template <class S, bool integers>
+struct SumsOfNibbles {
+  static constexpr int64_t STEP = RUN;
+  const Product& p;
+#ifdef INTEGERS
+  const DigitsOfWords digits;
+  explicit SumsOfNibbles(const Product& p) : p(p), digits(p.x, integers ? p.rows : 0, p.inputs) {}
+#else
+  explicit SumsOfNibbles(const Product& p) : p(p) {}
+#endif
+
+  void add(int64_t k, int64_t end, int64_t o, int64_t count, float* to, int64_t ldy) const {
+    const int64_t group = p.inputs / p.groups;  // a multiple of RUN if there are several
+    for (; k < end; k += RUN) {
+      const uint32_t* w = (const uint32_t*)p.weights + k / WORD * p.outputs + o;
+      const S* scale = (const S*)p.group_scale + k / group * p.outputs + o;
+      const int64_t inputs = std::min(RUN, end - k);
+#ifdef INTEGERS
+      if constexpr (integers) {
+        add_integers(digits, k, inputs, w, p.outputs, scale, count, to, ldy);
+        continue;
+      }
+#endif
+      add_nibbles_of(p.rows, p.x + k, p.inputs, inputs, w, p.outputs, scale, count, to, ldy);
+    }
+  }
+};
+
 // Write outputs o .. o + count of row m: the sums of all parts in order, scale and bias. The sums of
 // consecutive parts are `size` apart, and padded to a multiple of W.
 static void add_up(const Product& p, float* sums, int64_t parts, int64_t size, int64_t m, int64_t o,
@@ -240,16 +295,16 @@ static void add_up(const Product& p, float* sums, int64_t parts, int64_t size, i
 
 // y = scale x W + bias: an item is a block of inputs by outputs, in the order of memory.
 template <class S>
-static void product_of(const S& how, int64_t itemsize, const Parallel& parallel) {
+static void product_of(const S& how, int64_t bits, const Parallel& parallel) {
   const Product& p = how.p;
   const int64_t rows = p.rows, inputs = p.inputs, outputs = p.outputs;
   // sums in the order of inputs are not divided into parts
   const int64_t most = rows == 1 ? MOST_ITEMS : MOST_ITEMS_OF_ROWS;
   const int64_t wanted =
-      p.fixed ? 2 * p.threads : std::max<int64_t>(1, std::min(most, inputs * outputs * itemsize / ITEM));
+      p.fixed ? 2 * p.threads : std::max<int64_t>(1, std::min(most, inputs * outputs * bits / 8 / ITEM));
   // sums of parts are written and read, so they must be few compared with the weights
   const int64_t most_parts =
-      p.fixed ? 1 : std::max<int64_t>(1, inputs * itemsize / (rows * 32));
+      p.fixed ? 1 : std::max<int64_t>(1, inputs * bits / (rows * 256));
   int64_t columns = parts_of(4 * rows * outputs, SUMS);
   int64_t parts = std::min(most_parts, parts_of(wanted, columns));
   const int64_t narrowest = p.fixed ? 64 : NARROWEST;
@@ -376,7 +431,7 @@ template <class T>
 static void fixed_product(const Product& p, const Parallel& parallel) {
   // the weights of few rows are read once, in the order of memory
   const bool few = !p.x_turned && p.rows <= 16;
-  if (few && !p.turned) return product_of(Sums<T>(p), sizeof(T), parallel);
+  if (few && !p.turned) return product_of(Sums<T>(p), 8 * sizeof(T), parallel);
   if (few) {
     const int64_t bytes = std::max<int64_t>(1, W * p.inputs * sizeof(T));
     const int64_t width = W * std::max<int64_t>(1, ITEM / bytes);
@@ -402,22 +457,34 @@ static void fixed_product(const Product& p, const Parallel& parallel) {
 
 template <class S>
 static void product_as(const S& how, int64_t itemsize, const Parallel& parallel) {
-  how.p.turned ? turned_product_of(how, itemsize, parallel) : product_of(how, itemsize, parallel);
+  how.p.turned ? turned_product_of(how, itemsize, parallel) : product_of(how, 8 * itemsize, parallel);
+}
+
+template <class S>
+static void product_of_nibbles(const Product& p, const Parallel& parallel) {
+#ifdef INTEGERS
+  if (has_integers() && can_be_cut(p.x, p.rows, p.inputs))
+    return product_of(SumsOfNibbles<S, true>(p), 4, parallel);
+#endif
+  product_of(SumsOfNibbles<S, false>(p), 4, parallel);
 }
 
 static void product(const Product& p, const Parallel& parallel) {
   if (!p.rows || !p.outputs) return;
+  if (p.dtype == Weights::int4)
+    return p.half ? product_of_nibbles<float16>(p, parallel) : product_of_nibbles<float>(p, parallel);
   // for a single row, transposing float32 weights in registers is also the fastest order
   const bool transposes = p.turned && p.rows == 1 && p.dtype == Weights::float32;
   if (p.fixed || transposes) switch (p.dtype) {
       case Weights::float32: return fixed_product<float>(p, parallel);
       case Weights::bfloat16: return fixed_product<bfloat16>(p, parallel);
       case Weights::int8: return fixed_product<int8_t>(p, parallel);
+      case Weights::int4: break;
     }
   switch (p.dtype) {
     case Weights::float32: return product_as(Sums<float>(p), 4, parallel);
     case Weights::bfloat16: return product_as(Sums<bfloat16>(p), 2, parallel);
-    case Weights::int8: break;
+    case Weights::int8: case Weights::int4: break;
   }
 #if LANES == 16
   // the sums of a whole row of a transposed product stay below 2^31
