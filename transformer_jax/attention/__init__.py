@@ -1,9 +1,10 @@
 """Attention: one function, its implementations, masks and biases.
 
 Masks (`masks`) and biases (`biases`) are functions of positions. `api` contains the public
-functions and chooses the implementation. `linear` contains linear attention, whose state has a
-fixed size. Layers with projections are in `models`. The fused kernels for CPUs, GPUs and TPUs are
-in `kernels`.
+functions and chooses the implementation. `latent` contains multi-head latent attention, whose heads
+share one small vector per key, and `linear` contains linear attention, whose state has a fixed
+size. Layers with projections are in `models`. The fused kernels for CPUs, GPUs and TPUs are in
+`kernels`.
 """
 
 from transformer_jax.attention.additive import additive_attention, state_attention
@@ -21,6 +22,7 @@ from transformer_jax.attention.biases import (
     relative_bucket,
 )
 from transformer_jax.attention.block_plan import BlockPlan
+from transformer_jax.attention.latent import latent_attention
 from transformer_jax.attention.linear import (
     causal_conv,
     delta_rule,
@@ -66,6 +68,7 @@ __all__ = [
     "explain_attention",
     "gated_delta_rule",
     "gated_linear_attention",
+    "latent_attention",
     "linear_attention",
     "relative_bucket",
     "state_attention",
