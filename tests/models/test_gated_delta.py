@@ -33,16 +33,20 @@ from transformer_jax import (
 )
 from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.cache import StateCache
-from transformer_jax.config import ConfigError, GatedDelta, ModelConfig
+from transformer_jax.config import ConfigError, GatedDelta, ModelConfig, TrainConfig
 from transformer_jax.decoding.batch_rows import gather_rows, select_rows, write_rows
 from transformer_jax.decoding.continuous_batching import Batcher, Request, serve_requests
 from transformer_jax.decoding.proposers import PromptLookup
 from transformer_jax.decoding.slots import init_slots
+from transformer_jax.interpret import circuits, logit_attribution, path_patching
 from transformer_jax.models.flops import active_params, forward_flops, training_flops
 from transformer_jax.models.gated_delta import GatedDeltaNet
 from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
 from transformer_jax.models.quantized import quantize
 from transformer_jax.models.streaming import StreamingEncoder, rebase_cache, receptive_field
+from transformer_jax.text import inspect_programs
+from transformer_jax.training.planning.hardware import Hardware
+from transformer_jax.training.planning.plan import remedies
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -364,6 +368,36 @@ def test_unsupported_calls_name_the_reason(params):
         model.edited({"block_0/gated_delta/state": lambda state: state})
     with pytest.raises(ValueError, match=r"block_2/gated_delta|mixers is"):
         build(ONLY).apply({"params": params}, TOKENS)
+
+
+def test_tools_that_compare_all_layers_need_attention_in_each(params):
+    model, rule = build(CONFIG), "mixers is .*"
+    with pytest.raises(ValueError, match=f"{rule}: circuits need attention"):
+        circuits(model, params, "qk")
+    with pytest.raises(ValueError, match=f"{rule}: every layer must have attention"):
+        logit_attribution(model, params, TOKENS, 3)
+    with pytest.raises(ConfigError, match=f"{rule}: every layer must have attention to be"):
+        inspect_programs.branches(CONFIG)
+    flags = [flag for flag, _ in remedies(TrainConfig(model=CONFIG), Hardware("cpu", None, 1))]
+    assert len(flags) > 2 and not any("--scan-layers" in flag for flag in flags)
+
+
+@pytest.mark.slow
+def test_path_patching_freezes_the_heads_of_states(params):
+    """With every branch frozen, a sender affects the logits only along the residual stream."""
+    model, other = build(CONFIG), (TOKENS + 1) % VOCAB
+    first = "block_0/gated_delta/heads"
+    got = path_patching(
+        model, params, TOKENS, other, first, "logits", lambda logits: logits[:, -1, 3], each=()
+    )
+    *_, clean = model.apply({"params": params}, TOKENS, capture=(first,))
+    *_, found = model.apply({"params": params}, other, capture=("block_2/residual", first))
+    out = params["decoder"]["block_0"]["gated_delta"]["out"]["kernel"]
+    moved = jnp.einsum("BTNH,NHD->BTD", clean[first] - found[first], out)
+    x = np.asarray(found["block_2/residual"] + moved, np.float64)[:, -1]
+    x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + CONFIG.norm_eps)
+    x = x * np.asarray(params["decoder"]["norm"]["scale"], np.float64)
+    assert_near(got[0], x @ np.asarray(params["embed"]["tokens"], np.float64)[3], 2e-5)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from transformer_jax import (
 )
 from transformer_jax.attention.masks import Causal, Segments
 from transformer_jax.cache import quantize
-from transformer_jax.config import Experts, MeshConfig
+from transformer_jax.config import Experts, GatedDelta, MeshConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.kernels import using
 from transformer_jax.training.batch import Batch, batch_loss
@@ -63,6 +63,10 @@ MODELS = {
     "dropout": replace(SMALL, positions="alibi", dropout=0.1, attention_dropout=0.1),
     "experts": replace(
         SMALL, glu=True, experts=Experts(count=4, top_k=2, d_ff=8, shared_d_ff=8, shared_gate=True)
+    ),
+    "states": replace(
+        SMALL, positions="rope", mixers=("gated_delta", "attention"),
+        gated_delta=GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=4),
     ),
     "encoder": replace(SMALL, kind="encoder"),
     "encoder-decoder": replace(SMALL, kind="encoder-decoder", num_layers=1),
@@ -262,9 +266,10 @@ def decoding(name: str, layout: str, context: bool) -> dict[str, Any]:
         one = fork(place(init_cache(config, 2, 32)), 2)
         yield generate(step, params, prompt, one, num_tokens=6, lengths=[5, 3, 1, 2]).tokens
         yield beam_search(step, params, prompt, state(), num_tokens=4, num_beams=2).tokens
-        yield speculate(
-            step, params, prompt, state(), proposer=PromptLookup(), num_tokens=6, num_draft=2
-        ).tokens
+        if not config.has_state:
+            yield speculate(
+                step, params, prompt, state(), proposer=PromptLookup(), num_tokens=6, num_draft=2
+            ).tokens
         requests = [Request(row, 3) for row in prompt]
         slots = serve_requests(
             step, params, requests, init_cache(config, 1, 32), slots=2, capacity=32
@@ -327,7 +332,7 @@ CASES: dict[str, Any] = {
         f"decoding, {name}, {layout}{', set' if context else ''}": partial(
             decoding, name, layout, context
         )
-        for name in ("learned", "rope")
+        for name in ("learned", "rope", "states")
         for layout in (LAYOUTS[0], LAYOUTS[2])
         for context in (False, True)
     },

@@ -24,6 +24,7 @@ ROWS_HEADS = ["data", None, "model"]
                 "training, rope, split by heads and widths, set",
                 "inside, model",
                 "training, experts, split by heads and widths, set",
+                "training, states, split by heads and widths, set",
                 "experts of devices, few rows",
                 "experts of devices",
             ],

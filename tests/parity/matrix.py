@@ -6,9 +6,9 @@
 A case combines position kind, head layout, full attention or a window, and decoder or
 encoder-decoder. Further cases, all with GQA, combine position kind and model kind with smaller
 caches: a window with sink tokens, a window per layer, int8. Two cases have a window per layer with
-its own RoPE base. Each case is measured with equal and ragged prompts, read whole and in chunks.
-The cache of a windowed case is a ring of exactly the window's length (plus sinks), which wraps
-several times.
+its own RoPE base, and some have layers with a state. Each case is measured with equal and ragged
+prompts, read whole and in chunks. The cache of a windowed case is a ring of exactly the window's
+length (plus sinks), which wraps several times.
 
 Greedy tokens come from `generate`. The full pass reads prompt and tokens at once, without a cache;
 each of the 64 tokens must be its likeliest, and the cached logits of every position must equal its
@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.config import ModelConfig, Positions, Rope, Shaw, T5Buckets
+from transformer_jax.config import GatedDelta, ModelConfig, Positions, Rope, Shaw, T5Buckets
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_params
@@ -45,6 +45,14 @@ MEMORY: tuple[dict, ...] = (
     dict(window=7, sinks=4), dict(window=(5, None)), dict(window=None, dtype="int8"),
     dict(window=(7, 3), sinks=2, dtype="int8"),
 )  # fmt: skip
+MIXERS: tuple[dict, ...] = (
+    dict(positions="none", window=None, mixers="SA"),
+    dict(positions="rope", window=11, mixers="SA"),
+    dict(positions="learned", window=None, mixers="AS", dtype="int8"),
+    dict(positions="alibi", window=(5, None), mixers="SAA"),
+    dict(positions="none", window=None, mixers="S"),
+)  # fmt: skip
+"""Patterns of layers with a state (S) and layers with attention (A)."""
 KINDS = ("decoder", "encoder-decoder")
 LENGTHS = {"equal": (19, 19, 19), "ragged": (19, 7, 12)}
 CHUNKS = (None, 5)
@@ -64,12 +72,14 @@ class Case:
     sinks: int = 0
     dtype: str | None = None
     window_base: float | None = None
+    mixers: str = ""
 
     def __str__(self) -> str:
         extent = "full" if self.window is None else f"window {self.window}"
         extent += f"+{self.sinks}" if self.sinks else ""
         extent += f" {self.dtype}" if self.dtype else ""
         extent += f" base {self.window_base:g}" if self.window_base else ""
+        extent += f" {self.mixers}" if self.mixers else ""
         return f"{self.kind:15} {self.positions:10} {self.heads} {extent:20}"
 
     @property
@@ -85,11 +95,18 @@ class Case:
             "t5": T5Buckets(buckets=8, max_distance=16),
             "shaw": Shaw(max_distance=16),
         }
+        more: dict[str, Any] = {}
+        if self.mixers:  # a small epsilon would multiply the rounding errors of small outputs
+            mixers = tuple(dict(S="gated_delta", A="attention")[mixer] for mixer in self.mixers)
+            sizes = GatedDelta(
+                num_key_heads=2, num_value_heads=6, key_dim=5, value_dim=7, conv_width=3
+            )
+            more = dict(mixers=mixers, gated_delta=sizes, norm_eps=0.01)
         return ModelConfig(
             kind=self.kind,  # type: ignore[arg-type]
             vocab_size=VOCAB,
             d_model=24,
-            num_layers=2,
+            num_layers=max(2, len(self.mixers)),
             num_heads=4,
             num_kv_heads=HEADS[self.heads],
             d_ff=37,
@@ -98,6 +115,7 @@ class Case:
             window=self.window,
             sink_tokens=self.sinks,
             init_std=0.25,
+            **more,
         )
 
 
@@ -108,6 +126,8 @@ def cases() -> Iterator[Case]:
         yield Case(positions, "GQA", kind=kind, **more)
     for kind in KINDS:
         yield Case("rope", "GQA", (5, None), kind, window_base=31.0)
+    for mixed in MIXERS:
+        yield Case(heads="GQA", kind="decoder", **mixed)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ SAMPLER = Sample(Temperature(1.3))
 
 
 def search_cases() -> Iterator[matrix.Case]:
-    """Yield every position kind with both model kinds, alternating head layouts and windows."""
+    """Yield every position kind with both model kinds, and patterns of layers with a state."""
     for k, kind in enumerate(matrix.KINDS):
         for i, positions in enumerate(matrix.POSITIONS):
             case = matrix.Case(
@@ -41,6 +41,9 @@ def search_cases() -> Iterator[matrix.Case]:
                 kind,
             )
             yield replace(case, **matrix.MEMORY[0]) if i % 4 == 1 else case
+    for mixed in matrix.MIXERS:
+        if "dtype" not in mixed:
+            yield matrix.Case(heads="GQA", kind="decoder", **mixed)
 
 
 @dataclass(frozen=True)

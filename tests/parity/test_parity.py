@@ -2,7 +2,17 @@
 
 import pytest
 
-from tests.parity.matrix import HEADS, KINDS, MEMORY, POSITIONS, WINDOWS, Case, cases, measure
+from tests.parity.matrix import (
+    HEADS,
+    KINDS,
+    MEMORY,
+    MIXERS,
+    POSITIONS,
+    WINDOWS,
+    Case,
+    cases,
+    measure,
+)
 from tests.parity.search import measure_search, search_cases
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -15,6 +25,7 @@ SAMPLE += [
     Case("rope-pairs", "GQA", kind="decoder", **MEMORY[0]),
     Case("t5", "GQA", kind="encoder-decoder", **MEMORY[1]),
     Case("shaw", "GQA", kind="decoder", **MEMORY[3]),
+    *(Case(heads="GQA", kind="decoder", **MIXERS[i]) for i in (1, 3)),
 ]
 SLOW = [
     Case("rope", "GQA", (5, None), "decoder", window_base=31.0),
@@ -48,7 +59,7 @@ def test_cached_decode_matches_full_forward(case):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "case",
-    [c for i, c in enumerate(search_cases()) if i in (3, 13)],
+    [c for i, c in enumerate(search_cases()) if i in (3, 13, 17)],
     ids=lambda c: "-".join(str(c).split()),
 )
 def test_beam_search_and_forked_decoding_match_full_forward(case):

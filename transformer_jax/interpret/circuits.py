@@ -78,6 +78,8 @@ def circuits(
     """
     check_model("circuits", model, {})
     cfg = model.config
+    if cfg.has_state:
+        raise ValueError(f"mixers is {cfg.mixers}: circuits need attention in every layer")
     if circuit not in ("qk", "ov"):
         raise ValueError(f"circuit is {circuit!r}: must be 'qk' or 'ov'")
     branches = ["attention"]

@@ -131,6 +131,8 @@ def why_not_additive(config: ModelConfig) -> str | None:
     if config.masked_token_head:
         rule = "must be False, because the head applies an activation to the last stream"
         return f"masked_token_head is True: {rule}"
+    if config.has_state:
+        return f"mixers is {config.mixers}: every layer must have attention"
     return None
 
 
@@ -162,7 +164,8 @@ def logit_attribution(
 
     Raises:
         ValueError: if the model is neither pre-norm nor parallel, if it has a `logit_softcap`, a
-            `residual_scale` or a `masked_token_head`, or if a token is not in the vocabulary.
+            `residual_scale`, a `masked_token_head` or a layer without attention, or if a token is
+            not in the vocabulary.
     """
     check_model("logit_attribution", model, arguments, "capture")
     cfg = model.config

@@ -78,7 +78,8 @@ def path_patching(
     for name in names:
         if name.rpartition("/")[2] not in _WRITES:
             raise ValueError(f"senders contains {name}: must end in one of {', '.join(_WRITES)}")
-    branches = ["attention", *(["feed_forward"] if model.config.ff_dim else [])]
+    mixers = {model.config.mixer(i): None for i in range(model.config.num_layers)}
+    branches = [*mixers, *(["feed_forward"] if model.config.ff_dim else [])]
     if model.config.kind == "encoder-decoder":
         branches.append("cross_attention")
     ends = {branch: "output" if branch == "feed_forward" else "heads" for branch in branches}
@@ -96,7 +97,8 @@ def path_patching(
     if not reached:
         raise ValueError("receivers is empty: pass 'logits' for the direct effect")
     for name in reached:
-        if name in frozen or name.startswith("encoder/") or name.endswith("attention/output"):
+        written = name.endswith(("attention/output", "gated_delta/output"))
+        if name in frozen or name.startswith("encoder/") or written:
             rule = "must read the stream: the input, query, key or value of a branch, or logits"
             raise ValueError(f"receivers contains {name}: {rule}")
 

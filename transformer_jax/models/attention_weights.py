@@ -32,10 +32,10 @@ def attention_weights(
             `generate(..., capture=("block_*/attention/weights",))`.
 
     Returns:
-        Dict from "attention" to weights f32[B, L, N, T, S]. For an encoder-decoder, it also has the
-        keys "cross_attention" and "encoder/attention". A recurrent model has a single attention
-        layer without heads, so its weights are f32[B, T, S], and the rows of its padding tokens are
-        not 0.
+        Dict from "attention" to weights f32[B, L, N, T, S] of the L layers with attention. For an
+        encoder-decoder, it also has the keys "cross_attention" and "encoder/attention". A recurrent
+        model has a single attention layer without heads, so its weights are f32[B, T, S], and the
+        rows of its padding tokens are not 0.
 
     Raises:
         ValueError: If the model has no attention, or if a cache is passed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from transformer_jax.attention.linear import causal_conv, gated_delta_rule
 from transformer_jax.cache import state_cache
@@ -19,6 +21,7 @@ from transformer_jax.models.layers import Linear, branch_std, parameter, refuse_
 from transformer_jax.models.module import Module
 from transformer_jax.models.ops import norm
 from transformer_jax.models.places import Visit
+from transformer_jax.sharding import by_compiler, split
 
 L2_EPS = 1e-6
 """Number added to the sum of squares of a query or key, under the root."""
@@ -71,24 +74,22 @@ class GatedDeltaNet(Module):
         cfg, sizes = self.config, self.config.gated_delta
         assert sizes is not None
         visit = Visit() if visit is None else visit
-        B, T, _ = x.shape
         valid = None if positions is None else positions >= 0
         tokens: Any = dict(segments=segments, valid=valid)
         projected = [f(x, dropout_key) for f in (self.query, self.key, self.value)]
+        rows, length, _ = split(x)
         mixed, tail = causal_conv(
-            jnp.concatenate([y.reshape(B, T, -1) for y in projected], axis=-1),
+            by_compiler(_joined, projected, PartitionSpec(rows, length)),
             self.conv,
             initial_state=None if cache is None else cache.tail,
             return_state=True,
             **tokens,
         )
-        keys = sizes.num_key_heads * sizes.key_dim
-        parts = jnp.split(jax.nn.silu(mixed.astype(F32)), (keys, 2 * keys), axis=-1)
-        q, k, v = (y.reshape(p.shape) for y, p in zip(parts, projected, strict=True))
-        q, k = (y * jax.lax.rsqrt((y * y).sum(-1, keepdims=True) + L2_EPS) for y in (q, k))
+        separate = partial(_separated, shapes=[y.shape for y in projected])
+        q, k, v = by_compiler(separate, [mixed], tuple(map(split, projected)))
         beta = jax.nn.sigmoid(self.beta(x, dropout_key).astype(F32))
-        rate = jax.nn.softplus(self.decay(x, dropout_key).astype(F32) + self.decay_bias[None, None])
-        decay = -jnp.exp(self.decay_rate.astype(F32))[None, None] * rate
+        steps = self.decay(x, dropout_key)
+        decay = by_compiler(_decays, [steps, self.decay_bias, self.decay_rate], split(steps))
         named: Any = dict(query=q, key=k, value=v, decay=decay, beta=beta)
         named = {name: visit(f"gated_delta/{name}", y) for name, y in named.items()}
         mix: Any = partial(gated_delta_rule, return_state=True)
@@ -97,13 +98,36 @@ class GatedDeltaNet(Module):
         heads, state = mix(**named, initial_state=None if cache is None else cache.state, **tokens)
         visit("gated_delta/state", state)
         heads = norm(heads, self.head_scale.astype(F32), None, cfg.norm_eps, centred=False)
-        heads = heads * jax.nn.silu(self.gate(x, dropout_key).astype(F32))
+        gate = lambda heads, z: heads * jax.nn.silu(z.astype(F32))  # noqa: E731
+        heads = by_compiler(gate, [heads, self.gate(x, dropout_key)], split(heads))
         heads = visit("gated_delta/heads", heads.astype(x.dtype))
         y = visit("gated_delta/output", self.out(heads, dropout_key))
         if cache is None:
             return y, None
         assert positions is not None
         return y, state_cache.advance(cache, state, tail, positions)
+
+
+def _joined(*heads: jax.Array) -> jax.Array:  # [B, T, N, H] each -> [B, T, C]
+    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in heads], axis=-1)
+
+
+def _separated(x: jax.Array, shapes: list[tuple[int, ...]]) -> tuple[jax.Array, ...]:
+    """Return f32 queries, keys and values of these shapes, with norm 1 for queries and keys."""
+    ends = np.cumsum([math.prod(shape[2:]) for shape in shapes])[:-1]
+    parts = jnp.split(jax.nn.silu(x.astype(F32)), ends, axis=-1)
+    q, k, v = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+    q, k = (y * jax.lax.rsqrt((y * y).sum(axis=-1, keepdims=True) + L2_EPS) for y in (q, k))
+    return q, k, v
+
+
+def _decays(
+    x: jax.Array,  # [B, T, N]
+    bias: jax.Array,  # [N]
+    rate: jax.Array,  # [N]
+) -> jax.Array:  # f32[B, T, N]
+    steps = jax.nn.softplus(x.astype(F32) + bias[None, None].astype(F32))
+    return -jnp.exp(rate[None, None].astype(F32)) * steps
 
 
 def _decay_rates(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:

@@ -356,6 +356,8 @@ class Inspect:
         if not attends and getattr(config, "attention", None) is None:
             rule = f"has no attention over tokens{_capture_hint(config)}"
             raise ConfigError(f"attention: model {model.name!r} ({type(config).__name__}) {rule}")
+        if blocks is not None:
+            programs.branches(blocks)  # every layer must have attention
         whole = read_whole(model, text)
         ids, source = whole.ids, whole.source
         found = programs.attention_weights(model.module, model.params, ids[None], whole.inputs())

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax import interpret
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.interpret.lens import why_not_additive
 from transformer_jax.models.editing import Edit
 from transformer_jax.models.places import places
@@ -64,7 +64,13 @@ def lens(
 
 
 def branches(config: ModelConfig) -> list[str]:
-    """Return the attention branches of a block in the decoder, or in an encoder-only model."""
+    """Return the attention branches of a block in the decoder, or in an encoder-only model.
+
+    Raise ConfigError if a layer has no attention, because the results have an axis of all layers.
+    """
+    if config.has_state:
+        rule = "every layer must have attention to be inspected"
+        raise ConfigError(f"mixers is {config.mixers}: {rule}")
     return ["attention", *(["cross_attention"] if config.kind == "encoder-decoder" else [])]
 
 

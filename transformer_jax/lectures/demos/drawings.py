@@ -90,6 +90,10 @@ def attention_box(config: ModelConfig, stack: str, cross: bool = False) -> Box:
             lines.append(f"relative_bias {config.positions.buckets} × {n}, of all blocks")
         elif not _joins_embeddings(config):
             lines.append(f"positions: {type(config.positions).__name__}")
+    if config.has_state:
+        layers = range(config.num_layers)
+        count = sum(config.mixer(i) == "gated_delta" for i in layers)
+        lines.append(f"gated_delta instead in {count} of {len(layers)} blocks")
     return Box(name, lines, "attention")
 
 

@@ -316,7 +316,7 @@ def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, Tra
     steps: list[tuple[bool, str, Callable[[], TrainConfig]]] = [
         (model.remat != "full", "--remat full", lambda: with_model(remat="full")),
         (
-            not model.scan_layers and not isinstance(model.window, tuple),
+            not (model.scan_layers or isinstance(model.window, tuple) or model.mixers),
             "--scan-layers True",
             lambda: with_model(scan_layers=True),
         ),
