@@ -20,6 +20,7 @@ from transformer_jax import (
     beam_search,
     build,
     cache_bytes,
+    export_decoder,
     fork,
     generate,
     init_cache,
@@ -29,6 +30,7 @@ from transformer_jax import (
     num_params,
     places,
     rewind_cache,
+    save_pretrained,
     speculate,
 )
 from transformer_jax.attention.masks import Causal, Padding
@@ -517,7 +519,30 @@ def test_only_adapters_of_states_are_trained():
 
 
 @pytest.mark.slow
+def test_exported_decoder_has_a_state_for_any_prompt_length(params, tmp_path):
+    pytest.importorskip("flatbuffers")
+    files = pytest.importorskip("safetensors.numpy")
+    export_decoder(tmp_path / "decoder", CONFIG, params, context=T, batch=2)
+    programs = (tmp_path / f"decoder/{name}.jax" for name in ("prefill", "step"))
+    prefill, step = (export.deserialize(bytearray(path.read_bytes())) for path in programs)
+    arrays = files.load_file(tmp_path / "decoder/model.safetensors")
+    logits, state = prefill.call(arrays, TOKENS[:2, :7], LENGTHS[:2] * 0 + 7)
+    want = logits_of(CONFIG, params, TOKENS[:2])
+    assert_near(logits, want[:, 6], ERROR)
+    assert state["layers/0/state"].shape == (2, N, H, HV)
+    for t in range(7, 10):
+        logits, state = step.call(arrays, TOKENS[:2, t], state)
+        assert_near(logits, want[:, t], ERROR)
+
+
+def test_no_published_family_has_a_state(tmp_path, params):
+    with pytest.raises(ConfigError, match=r"mixers is .*: no family here has layers with a state"):
+        save_pretrained(tmp_path / "folder", CONFIG, params)
+
+
+@pytest.mark.slow
 def test_exported_call_with_a_cache_can_be_serialized(params):
+    pytest.importorskip("flatbuffers")
     cache = init_cache(CONFIG, ROWS, T)
     step = jax.jit(partial(build(replace(CONFIG, implementation="xla")).apply, {"params": params}))
     call = lambda tokens, cache: step(tokens, cache=cache)  # noqa: E731
