@@ -45,6 +45,7 @@ def fused_attention(
     target: Target,  # with tile sizes for every kernel in the call
     operands: Operands,  # slopes and sinks are f32[1, N]
     lists: ListsByKernel,
+    known: tuple[jax.Array, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T]
     """Return the attention output and the logarithm of the softmax denominator.
 
@@ -52,7 +53,28 @@ def fused_attention(
     values may be shorter for a decode kernel, and packed queries are not padded. The result is
     differentiable with respect to the query, key, value, bias, slopes, sinks and int8 scales. The
     backward kernels compute gradients, and `portable` computes all other derivatives.
+
+    If the keys are only a part of those of a call, `known` contains the results of `fused_rows` for
+    the entire call. Then no forward kernel runs, and the gradient is the share of these keys.
     """
+    compute, passes = _passes(problem, target)
+    out, lse = differentiable(compute, passes, (operands, lists, known))
+    return out, lse
+
+
+def fused_rows(
+    problem: Problem, target: Target, operands: Operands, lists: ListsByKernel
+) -> tuple[jax.Array, ...]:  # f32[B, T, N, Hv], f32[B, N, T], f32[B, N, T]
+    """Return the attention output, m and log l, without derivatives."""
+    _, passes = _passes(problem, target)
+    return passes.forward((operands, lists, None))[1]
+
+
+Arguments = tuple[Operands, ListsByKernel, tuple[jax.Array, ...] | None]
+
+
+def _passes(problem: Problem, target: Target) -> tuple[Callable[..., Tree], Passes]:
+    """Return the function that computes attention without derivatives, and its passes."""
     backend, blocks = target.backend, dict(target.blocks)
 
     def kernel(
@@ -86,9 +108,11 @@ def fused_attention(
             elsewhere = refuse_elsewhere
         return lambda *tree: here_or_elsewhere(here, elsewhere, tree)
 
-    def compute(tree: tuple[Operands, ListsByKernel]) -> tuple[jax.Array, jax.Array]:
+    def compute(tree: Arguments) -> tuple[jax.Array, jax.Array]:
         """Return the attention output if it is not differentiated."""
-        operands, lists = tree
+        operands, lists, known = tree
+        if known is not None:
+            return forward(tree)[0]
         if "decode" not in lists:
             out, row_max, log_sum = kernel(problem, "forward", FORWARD)(operands, lists["forward"])
             return out, row_max + log_sum
@@ -100,31 +124,35 @@ def fused_attention(
         return jnp.pad(out, (*fill, (0, 0), (0, 0))), jnp.pad(row_max + log_sum, ((0, 0), *fill))
 
     def forward(
-        tree: tuple[Operands, ListsByKernel],
+        tree: Arguments,
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
         """Return the attention output and the results of the forward kernel."""
-        operands, lists = tree
+        operands, lists, known = tree
+        if known is not None:
+            out, row_max, log_sum = known
+            return (out.astype(operands.query.dtype), row_max + log_sum), known
         # float32 if the backend supports it, because rounding to 16 bits would make D inaccurate
         wide = replace(problem, wide=backend.wide)
         saved = kernel(wide, "forward", FORWARD)(widened(operands)[0], lists["forward"])
         out, row_max, log_sum = saved
         return (out.astype(operands.query.dtype), row_max + log_sum), (out, row_max, log_sum)
 
-    def plain(tree: tuple[Operands, ListsByKernel]) -> tuple[jax.Array, jax.Array]:
+    def plain(tree: Arguments) -> tuple[jax.Array, jax.Array]:
         """Return the attention output, computed in plain JAX over the same tiles."""
-        operands, lists = tree
+        operands, lists, _ = tree
         function = kernel(problem, "forward", FORWARD, plainly=portable.KERNELS)
         out, row_max, log_sum = function(widened(operands)[0], lists["forward"])
         return out, row_max + log_sum
 
     def backward(
-        tree: tuple[Operands, ListsByKernel],
+        tree: Arguments,
         saved: tuple[jax.Array, jax.Array, jax.Array],
         cotangents: tuple[jax.Array, ...],
-        wanted: tuple[Operands, ListsByKernel],
-    ) -> tuple[Operands, ListsByKernel]:
+        wanted: Arguments,
+    ) -> Arguments:
         """Run the backward kernels, and compute the gradients of the slopes and sinks."""
-        (narrow_operands, lists), (out, row_max, log_sum), (do, dlse) = tree, saved, cotangents
+        narrow_operands, lists, known = tree
+        (out, row_max, log_sum), (do, dlse) = saved, cotangents
         operands, narrow = widened(narrow_operands)
         inner = replace(problem, fixed_slopes=not wanted[0].slopes)
         # otherwise, XLA chooses the layout of the next weight gradient and inserts a copy
@@ -175,10 +203,9 @@ def fused_attention(
             query=dq, key=dk, value=dv, bias=dbias, slopes=dslopes, sinks=dsinks,
             k_scale=dk_scale, v_scale=dv_scale,
         )  # fmt: skip
-        return gradients, lists
+        return gradients, lists, known
 
-    out, lse = differentiable(compute, Passes(forward, backward, plain), (operands, lists))
-    return out, lse
+    return compute, Passes(forward, backward, plain)
 
 
 def widened(operands: Operands) -> tuple[Operands, Callable[[list[jax.Array]], Tree]]:

@@ -88,9 +88,7 @@ class Parts:
         for spec, array_names in zip(specs, names, strict=True):
             for splitting, name in zip(spec, array_names, strict=False):
                 if name is not None and name != "k" and name not in axes:
-                    # an entry of a PartitionSpec is None, an axis, or several axes
-                    one = isinstance(splitting, str)
-                    axes[name] = (splitting,) if one else tuple(splitting or ())
+                    axes[name] = tuple(_axes(splitting))
         # a mesh axis cannot split both rows and heads
         taken: set[str] = set()
         for name, splitting in axes.items():
@@ -117,14 +115,10 @@ class Parts:
 
     def summed(self, shape: Sequence[int], names: AxisNames) -> tuple[str, ...]:
         """Return the mesh axes to sum a result over."""
-        if not {"b", "n", "k"} & {*names}:
-            return self.axes["b"] + self.axes["n"]
         # each device that reads a key head has a part of its gradient
-        axes = self._beyond_keys() if "k" in names else ()
-        for size, name in zip(shape, names, strict=True):
-            if name in ("b", "n") and size != self.full[name]:
-                axes = axes + self.axes[name]
-        return axes
+        used = {name for one in self.spec(shape, names) for name in _axes(one)}
+        every = dict.fromkeys(axis for axes in self.axes.values() for axis in axes)
+        return tuple(axis for axis in every if axis not in used)
 
     # On a device
 
@@ -138,7 +132,7 @@ class Parts:
 
     def write(self, arrays: Sequence[jax.Array], names: Sequence[AxisNames]) -> list[jax.Array]:
         """Return results for all key heads, with zeros for heads that this device did not read."""
-        return self._change_keys(_embed, arrays, names, self.full["k"] // self._number("k"))
+        return self._change_keys(_embed, arrays, names, self.full["k"] // self.number("k"))
 
     def _change_keys(
         self,
@@ -151,7 +145,7 @@ class Parts:
         if not beyond:
             return list(arrays)
         # which of the local key heads the local query heads read
-        at = lax.axis_index(beyond) // (self._number("n") // self.full["k"])
+        at = lax.axis_index(beyond) // (self.number("n") // self.full["k"])
         return [
             change(x, at, number, axes.index("k")) if "k" in axes else x
             for x, axes in zip(arrays, names, strict=True)
@@ -163,10 +157,16 @@ class Parts:
 
     def _first(self, name: str) -> jax.Array | int:
         axes = self.axes[name]
-        return lax.axis_index(axes) * (self.full[name] // self._number(name)) if axes else 0
+        return lax.axis_index(axes) * (self.full[name] // self.number(name)) if axes else 0
 
-    def _number(self, name: str) -> int:
+    def number(self, name: str) -> int:
+        """Return the number of parts of an axis."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes[name])
+
+
+def _axes(one: str | Sequence[str] | None) -> Sequence[str]:
+    """Return the mesh axes in one entry of a PartitionSpec."""
+    return (one,) if isinstance(one, str) else one or ()
 
 
 def _embed(x: jax.Array, at: jax.Array, number: int, axis: int) -> jax.Array:

@@ -145,10 +145,11 @@ def test_derived_config_values_match_fields():
     recurrent = RecurrentConfig(num_classes=2, bidirectional=True)
     assert replace(TRAIN, model=recurrent, task=ClassifyTask()).trained_whole == ("classifier",)
     assert TRAIN.trained_whole == ()
-    mesh = MeshConfig(data=2, fsdp=3, tensor=5, expert=7)
-    assert (mesh.devices, mesh.row_shards) == (210, 42)
-    assert str(mesh) == "data=2,fsdp=3,tensor=5,expert=7"
-    assert str(MeshConfig()) == "data=1" and [*mesh.shape] == ["data", "fsdp", "tensor", "expert"]
+    mesh = MeshConfig(data=2, fsdp=3, tensor=5, expert=7, context=11)
+    assert (mesh.devices, mesh.row_shards) == (2310, 42)
+    assert str(mesh) == "data=2,fsdp=3,tensor=5,expert=7,context=11"
+    names = ["data", "fsdp", "tensor", "expert", "context"]
+    assert str(MeshConfig()) == "data=1" and [*mesh.shape] == names
     assert (
         LoraConfig(rank=4, alpha=8.0).scale == 2 == LoraConfig(rank=4, alpha=4.0, rslora=True).scale
     )

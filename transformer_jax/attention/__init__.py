@@ -42,6 +42,7 @@ from transformer_jax.attention.masks import (
     Segments,
     Window,
 )
+from transformer_jax.attention.ring import zigzag_positions
 
 __all__ = [
     "ALiBi",
@@ -72,4 +73,5 @@ __all__ = [
     "linear_attention",
     "relative_bucket",
     "state_attention",
+    "zigzag_positions",
 ]

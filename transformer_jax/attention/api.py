@@ -38,6 +38,7 @@ from transformer_jax.attention.cudnn import Cudnn
 from transformer_jax.attention.fused import Invariant, Native, Pallas
 from transformer_jax.attention.masks import Mask
 from transformer_jax.attention.reference import Xla, reference_weights
+from transformer_jax.attention.ring import SplitLengths, attend, split_lengths
 from transformer_jax.config.keywords import known_keywords, refuse_keywords
 from transformer_jax.kernels import cpu, platform, target
 from transformer_jax.kernels.chips import FASTEST
@@ -200,13 +201,13 @@ def dot_product_attention(
         return_lse=return_lse,
     )
     refused = []
-    for name in _candidates(call, implementation):
-        plan: Plan | str = _plan(name, call)
+    for name, plan, lengths in _plans(call, implementation):
         if isinstance(plan, Plan):
             try:
                 # calls with and without lse share one compiled program; inside an outer `jit`, the
                 # compiler removes an unused lse
-                out, lse = _run(IMPLEMENTATIONS[name], replace(call, plan=plan, return_lse=False))
+                planned = replace(call, plan=plan, return_lse=False)
+                out, lse = _run(IMPLEMENTATIONS[name], planned, lengths)
                 if not return_lse:
                     return out
                 assert lse is not None
@@ -228,11 +229,14 @@ class Explanation(Mapping[str, str | None]):
         chosen: the implementation that `implementation=None` would run.
         reads_pages: the implementations that read the pages of a `block_table` in place if the call
             is not differentiated; the others gather the pages.
+        lengths: how T and S are computed if a mesh splits them, or why they are gathered; None if
+            they are whole.
     """
 
     reasons: Mapping[str, str | None]
     chosen: str
     reads_pages: frozenset[str] = frozenset()
+    lengths: str | None = None
 
     def __getitem__(self, name: str) -> str | None:
         return self.reasons[name]
@@ -246,7 +250,8 @@ class Explanation(Mapping[str, str | None]):
     def __str__(self) -> str:
         how = {name: "runs, reads pages in place" for name in self.reads_pages}
         lines = [f"{name}: {why or how.get(name, 'runs')}" for name, why in self.reasons.items()]
-        return "\n".join([*lines, f"default: {self.chosen}"])
+        lengths = [] if self.lengths is None else [f"lengths: {self.lengths}"]
+        return "\n".join([*lines, f"default: {self.chosen}", *lengths])
 
     __repr__ = __str__
 
@@ -279,9 +284,16 @@ def explain_attention(
     call = check_call(query, key, value, return_lse=return_lse, **options)
     plans = {name: _plan(name, call) for name in IMPLEMENTATIONS}
     reasons = {name: plan if isinstance(plan, str) else None for name, plan in plans.items()}
-    chosen = next(name for name in _candidates(call) if reasons[name] is None)
+    found = (x for x in _plans(call) if isinstance(x[1], Plan))
+    chosen, _, split_up = next(found)
+    lengths = split_lengths(call)
+    if split_up is not None:
+        lengths = split_up.describe(call)
+    elif lengths is not None:
+        why = lengths if isinstance(lengths, str) else f"{chosen} computes only whole calls"
+        lengths = f"gathered, because {why}"
     in_place = (n for n, plan in plans.items() if isinstance(plan, Plan) and plan.reads_pages)
-    return Explanation(reasons, chosen, frozenset(in_place))
+    return Explanation(reasons, chosen, frozenset(in_place), lengths)
 
 
 def plan_mask(
@@ -312,7 +324,7 @@ def plan_mask(
     call = check_call(query, key, value, **options)
     mask, (B, T, N, S) = call.mask, call.sizes
     leaves = jax.tree.leaves((mask, call.q_positions, call.k_positions))
-    if any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
+    if any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves) or split_lengths(call):
         return mask
     # as in `check_call`: with explicit positions, a mask is not read at 0 .. T - 1
     T_checked = None if call.q_positions is not None else T
@@ -435,6 +447,26 @@ def _candidates(
     return [*ours, *native, *(["xla", "blockwise"] if in_cache else ["blockwise", "xla"])]
 
 
+def _plans(
+    call: AttentionCall, implementation: str | Sequence[str] | None = None
+) -> Iterator[tuple[str, Plan | str, SplitLengths | None]]:
+    """Yield implementations to try, each with its plan or the reason why it cannot run.
+
+    If a mesh splits the lengths, the implementations that can compute a part of the keys come
+    first. The others run only if there are none, with gathered lengths.
+    """
+    lengths = split_lengths(call)
+    if isinstance(lengths, SplitLengths):
+        local = lengths.local(call)
+        for name in _candidates(local, implementation):
+            if IMPLEMENTATIONS[name].refuse_part(call) is None:
+                plan = _plan(name, local)
+                if isinstance(plan, Plan):
+                    yield name, plan, lengths
+    for name in _candidates(call, implementation):
+        yield name, _plan(name, call), None
+
+
 def _plan(name: str, call: AttentionCall) -> Plan | str:
     """Return the plan of an implementation for a call, or the reason why it cannot run the call."""
     B, T, _, S = call.sizes
@@ -446,11 +478,16 @@ def _plan(name: str, call: AttentionCall) -> Plan | str:
 # Running an implementation
 
 
-@program(static=("one",))
-def _run(one: Implementation, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
+@program(static=("one", "lengths"))
+def _run(
+    one: Implementation, call: AttentionCall, lengths: SplitLengths | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     """Run an implementation with only the arguments that it reads."""
     if call.block_table is not None and not call.plan.reads_pages:
         call = call.gathered()
+    if lengths is not None:
+        mask = None if call.mask is None else call.mask.closed()
+        return attend(one, replace(call, mask=mask), lengths)
     if call.key_scale is not None and not call.plan.reads_int8:
         call = call.dequantized()
     # drop the tile lists of another implementation, so that they do not become arguments of the

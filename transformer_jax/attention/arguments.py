@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from transformer_jax.kernels.contract import Shaped
 from transformer_jax.kernels.dropout import exact_rate, head_words
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.tracing import traced
-from transformer_jax.values import value_class
+from transformer_jax.values import short_repr, value_class
 
 POOLS = ("key", "value", "key_scale", "value_scale")
 POSITIONS = "q_positions", "k_positions", "block_table"  # integers
@@ -41,6 +41,19 @@ class Plan:
     """Whether the pages of a block table are read in place instead of being gathered."""
     reads_int8: bool = False
     """Whether int8 keys and values are read directly instead of being dequantized."""
+
+
+@short_repr
+class Rows(NamedTuple):
+    """Results of some queries: the output, and the two terms of lse.
+
+    The lse is row_max + log_sum. If the scores are large, rounding this sum would lose log_sum. In
+    a fully masked row, row_max is -inf. In a broken row, at least one of the three is NaN.
+    """
+
+    out: jax.Array  # f32[B, T, N, Hv]
+    row_max: jax.Array  # f32[B, T, N]
+    log_sum: jax.Array  # f32[B, T, N]
 
 
 class Options(TypedDict, total=False):
@@ -79,6 +92,8 @@ class Options(TypedDict, total=False):
         "value_scale",
         "block_table",
         "shared",
+        "first",
+        "rows",
     ),
     static=("scale", "softcap", "dropout_rate", "broadcast_dropout", "return_lse", "plan"),
     eq=False,
@@ -107,6 +122,11 @@ class AttentionCall:
     block_table: jax.Array | None = None  # i32[B, M]; then key, value and scales are [P, page, ..]
     plan: Plan = Plan()  # from `Implementation.plan`
     shared: object = None  # from `Implementation.share`, for calls like this one
+    # set by `ring`, for a call with some of the queries and keys of a larger call
+    first: jax.Array | None = None  # i32[2], the indices of its first query and key, for dropout
+    rows: Rows | None = (
+        None  # results over all keys; `attend` returns them and has its own gradient
+    )
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -201,6 +221,22 @@ class Implementation:
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
         """Return the output [B, T, N, Hv] and lse f32[B, T, N] (None if it is not supported)."""
         raise NotImplementedError
+
+    reads_rows: ClassVar[bool] = False
+    """Whether `attend` reads `call.rows`, so that the gradient of a part of the keys needs no
+    forward pass."""
+
+    def refuse_part(self, call: AttentionCall) -> str | None:
+        """Return the reason why `rows` cannot compute a part of the keys of a call, or None."""
+        return f"{type(self).__name__} has no method refuse_part"
+
+    def rows(self, call: AttentionCall) -> Rows:
+        """Return the results of `attend` in float32, for a part of the keys (see `ring`)."""
+        out, lse = self.attend(call)
+        if lse is None:
+            raise Refused(f"{type(self).__name__} returns no lse")
+        wide = jnp.promote_types(out.dtype, jnp.float32)
+        return Rows(out.astype(wide), lse.astype(wide), jnp.zeros_like(lse, wide))
 
     def weights(self, call: AttentionCall) -> jax.Array:
         """Return the attention weights of `attend` before dropout, f32[B, N, T, S].

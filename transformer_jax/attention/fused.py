@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.attention.arguments import AttentionCall, Implementation, Plan, bias_shape
+from transformer_jax.attention.arguments import (
+    AttentionCall,
+    Implementation,
+    Plan,
+    Rows,
+    bias_shape,
+)
 from transformer_jax.attention.biases import ALiBi, Bias
 from transformer_jax.attention.block_plan import pad
 from transformer_jax.attention.blockwise.core import scaled
@@ -25,7 +31,7 @@ from transformer_jax.attention.masks import Everything
 from transformer_jax.kernels import Target, chips, platform, target
 from transformer_jax.kernels.caches import clip_pages
 from transformer_jax.kernels.contract import Blocks, Kind, Operands, Problem, Vectors
-from transformer_jax.kernels.gradient import BY_KEY, ListsByKernel, fused_attention
+from transformer_jax.kernels.gradient import BY_KEY, ListsByKernel, fused_attention, fused_rows
 from transformer_jax.kernels.program import Program
 from transformer_jax.sharding import vary
 from transformer_jax.tracing import eagerly
@@ -197,15 +203,48 @@ class Pallas(Implementation):
             return None
         return mask_operands(call)
 
+    reads_rows = True
+
+    def refuse_part(self, call: AttentionCall) -> str | None:
+        if self.invariant:
+            return "adds the parts of the keys in an order that depends on the devices"
+        if call.dropout_rate:
+            return "the kernels compute dropout from indices that start at 0"
+        return None
+
+    def rows(self, call: AttentionCall) -> Rows:
+        out, *sums = fused_rows(*self._arguments(call))
+        T = call.query.shape[1]
+        row_max, log_sum = (jnp.moveaxis(x[:, :, :T], 1, 2) for x in sums)
+        return Rows(out[:, :T].astype(jnp.float32), row_max, log_sum)
+
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
+        query, key, value = call.query, call.key, call.value
+        if 0 in (*query.shape, *key.shape, *value.shape):
+            out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
+            return out, jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+        known = None
+        if call.rows is not None:
+            out, *sums = call.rows
+            length = call.plan.padded[0]  # type: ignore[attr-defined]
+            row_max, log_sum = (jnp.moveaxis(x, 2, 1) for x in sums)
+            # a padded query is a fully masked row
+            known = (
+                pad(out, 1, length, 0),
+                pad(row_max, 2, length, -jnp.inf),
+                pad(log_sum, 2, length, 0),
+            )
+        out, lse = fused_attention(*self._arguments(call), vary(known, query))
+        T = query.shape[1]
+        return out[:, :T].astype(query.dtype), jnp.moveaxis(lse[:, :, :T], 1, 2)
+
+    def _arguments(self, call: AttentionCall) -> tuple[Problem, Target, Operands, ListsByKernel]:
+        """Return the arguments of the kernels."""
         plan, shared = call.plan, call.shared
         assert isinstance(plan, KernelPlan)
         query, key, value, bias = call.query, call.key, call.value, call.bias
         (_, T, N, S), (padded_T, padded_S) = call.sizes, plan.padded
-        if 0 in (*query.shape, *key.shape, *value.shape):
-            out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
-            return out, jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
         scale = 1 / math.sqrt(query.shape[3]) if call.scale is None else call.scale
         if call.scale_array is not None:
             query, key, value = _with_scale(plan.where, query, key, value, call.scale_array)
@@ -256,8 +295,7 @@ class Pallas(Implementation):
             call.value_scale,
             None if call.block_table is None else clip_pages(call.block_table, len(key)),
         )
-        out, lse = fused_attention(problem, plan.where, *vary((operands, shared.lists)))
-        return out[:, :T].astype(call.query.dtype), jnp.moveaxis(lse[:, :, :T], 1, 2)
+        return problem, plan.where, *vary((operands, shared.lists))
 
 
 @dataclass(frozen=True)

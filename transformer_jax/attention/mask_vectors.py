@@ -16,12 +16,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_jax.attention.block_plan import BlockPlan, Tiles, numpy_or_jax
 from transformer_jax.kernels.contract import Refused
@@ -119,8 +120,12 @@ class MaskVectors:
         at = []
         # in a `shard_map`, the trace must vary over the same axes as the positions
         for x in (self.q[0], self.k[0]):
-            axes = None if isinstance(x, np.ndarray) else jax.typeof(x).manual_axis_type
-            varying = {"manual_axis_type": axes} if axes is not None and axes.varying else {}
+            kind = None if isinstance(x, np.ndarray) else jax.typeof(x)
+            varying: dict[str, Any] = {}
+            if kind is not None and kind.manual_axis_type.varying:
+                # JAX requires the mesh of the axes, too
+                mesh = NamedSharding(kind.sharding.mesh, PartitionSpec())
+                varying = {"manual_axis_type": kind.manual_axis_type, "sharding": mesh}
             at.append(jax.ShapeDtypeStruct((x.shape[0], 1, 1, 1), jnp.int32, **varying))
         in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
         # use `no_mesh`, because each operation would otherwise require the mesh of `jax.set_mesh`

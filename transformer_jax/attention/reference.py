@@ -104,6 +104,9 @@ class Xla(Implementation):
         """Return None, because the reference supports every call."""
         return None
 
+    def refuse_part(self, call: AttentionCall) -> str | None:
+        return None
+
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
         result, value = _softmax_of(call)
@@ -112,8 +115,9 @@ class Xla(Implementation):
             words, (_, T, _, S) = call.head_words(), call.sizes
             assert words is not None
             a, b = words[..., None, None]
-            q = jnp.arange(T, dtype=jnp.uint32)[None, None, :, None]
-            k = jnp.arange(S, dtype=jnp.uint32)[None, None, None, :]
+            first = (0, 0) if call.first is None else call.first.astype(jnp.uint32)
+            q = (first[0] + jnp.arange(T, dtype=jnp.uint32))[None, None, :, None]
+            k = (first[1] + jnp.arange(S, dtype=jnp.uint32))[None, None, None, :]
             stays = keep(a, b, q, k, call.dropout_rate)
             kept = jnp.where(stays, 1 / (1 - call.dropout_rate), 0.0)
         return result.average(value, kept).astype(call.query.dtype), result.lse.swapaxes(1, 2)

@@ -179,6 +179,16 @@ class TrainConfig:
             if self.batch_size % mesh.row_shards:
                 rule = f"must be a multiple of {mesh.row_shards}, since mesh {mesh} splits the rows"
                 fail("batch_size", self.batch_size, rule)
+            if mesh.context > 1:
+                if self.sequence_len % mesh.context:
+                    rule = f"context must divide the length of the rows, {self.sequence_len}"
+                    fail("mesh", str(mesh), rule)
+                if isinstance(self.task, PreferenceTask):
+                    fail("mesh", str(mesh), "context does not support the task 'preference'")
+                kind = getattr(self.model, "kind", None)
+                if kind not in ("decoder", "encoder") or self.model.inputs is not None:
+                    rule = "context needs a decoder or encoder of tokens"
+                    fail("mesh", str(mesh), rule)
             count = 1 if self.model.experts is None else self.model.experts.count
             if count % mesh.expert:
                 found = "there are none" if self.model.experts is None else f"there are {count}"

@@ -38,6 +38,7 @@ from transformer_jax.models.editing import Edit, EditSpec
 from transformer_jax.models.module import Module
 from transformer_jax.models.packing import documents_of
 from transformer_jax.models.places import Edits, Visit, named_edits
+from transformer_jax.sharding import by_compiler, split
 from transformer_jax.tracing import are_concrete, concrete_value, eagerly
 from transformer_jax.values import shape_text
 
@@ -249,11 +250,16 @@ def positions_and_masks(
             raise ValueError(f"segments {segments.shape} and tokens {shape} differ in shape")
         same = Segments(documents_of(segments))
         mask = same if mask is None else mask & same
-        # the distance of each token from the first token in its run of equal IDs
-        index = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-        # column 0 always starts a document, because its ID differs from the prepended ID
-        starts = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
-        token_positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+        def distances(segments: jax.Array) -> jax.Array:
+            """Return the distance of each token from the first token in its run of equal IDs."""
+            index = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+            # column 0 always starts a document, because its ID differs from the prepended ID
+            starts = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
+            return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+        # a mesh may split the length
+        token_positions = by_compiler(distances, [segments], split(segments))
         if sinks is not None:
             sinks = Padding(token_positions < config.sink_tokens)
     masks: list[Mask | None] = []

@@ -125,6 +125,7 @@ def project(
     contract: int = 1,
     *,
     invariant: bool = False,
+    flatten: bool = True,
 ) -> jax.Array:  # [..., *outputs]
     """Return x W + b over the last `contract` axes of x, in the dtype of x.
 
@@ -148,7 +149,11 @@ def project(
         axes = slice(len(lead))
         arrays = [x, gathered(kernel, x, axes), gathered(bias, x, axes)]
         result = split(x, axes, split(kernel, slice(contract, None)))
-        return by_compiler(partial(project, contract=contract), arrays, result)
+        flatten = not any(split(x, axes)[1:])
+        return by_compiler(partial(project, contract=contract, flatten=flatten), arrays, result)
+    if not flatten:  # a mesh splits two axes, and the compiler would gather one to join them
+        y = jnp.tensordot(x, kernel, contract)
+        return y if bias is None else y + bias.reshape(*(1,) * len(lead), *outputs)
     x, kernel = x.reshape(rows, inputs), kernel.reshape(inputs, width)
     on_cpu = platform() == "cpu"
     if products.takes(rows, x.dtype, kernel):
@@ -193,6 +198,7 @@ def logits(
     bias: jax.Array | None,  # [V]
     *,
     invariant: bool = False,
+    flatten: bool = True,
 ) -> jax.Array:  # f32[B, T, V]
     """Return x E^T + b, accumulated in f32.
 
@@ -208,7 +214,12 @@ def logits(
         table = table.astype(x.dtype)
     if explicit_mesh(x, table, bias) is not None:
         arrays = [x, gathered(table, x, slice(2)), bias]
-        return by_compiler(logits, arrays, split(x, slice(2), split(table, slice(1))))
+        flatten = split(x, slice(2))[1] is None
+        result = split(x, slice(2), split(table, slice(1)))
+        return by_compiler(partial(logits, flatten=flatten), arrays, result)
+    if not flatten:
+        y = jnp.einsum("BTD,VD->BTV", x, table, preferred_element_type=F32)
+        return y if bias is None else y + bias[None, None]
     flat = x.reshape(rows, x.shape[2])
     if products.takes(rows, x.dtype, table):
         y = products.product(flat, table, bias=bias, turned=True)

@@ -12,6 +12,7 @@ import numpy as np
 
 from transformer_jax.cache.kv_cache import next_positions
 from transformer_jax.pytree import Array
+from transformer_jax.sharding import by_compiler, split
 from transformer_jax.tracing import concrete_value
 
 
@@ -66,8 +67,12 @@ def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
 def number_documents(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]
     """Return the index of the run of equal IDs that contains each token, from 0 in each row."""
     segments = jnp.asarray(segments)
-    changes = segments[:, 1:] != segments[:, :-1]
-    return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+    def number(segments: jax.Array) -> jax.Array:
+        changes = segments[:, 1:] != segments[:, :-1]
+        return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+    return by_compiler(number, [segments], split(segments))
 
 
 def last_document(

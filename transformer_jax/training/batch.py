@@ -13,22 +13,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_jax.attention.masks import Causal, Padding
-from transformer_jax.config import AnyModelConfig
+from transformer_jax.config import AnyModelConfig, ConfigError
 from transformer_jax.kernels import platform
 from transformer_jax.models.arguments import CheckedModule as AnyModel
 from transformer_jax.models.experts import ROUTED, router_loss
 from transformer_jax.models.factory import build
 from transformer_jax.programs import program
-from transformer_jax.pytree import Array, Leaf, Params
-from transformer_jax.sharding import by_compiler
+from transformer_jax.pytree import Array, Leaf, Params, PyTree
+from transformer_jax.sharding import by_compiler, split
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.losses import (
     chunked_cross_entropy,
     cross_entropy,
     label_scores,
+    lengths_as_rows,
     token_losses,
 )
 from transformer_jax.values import value_class
@@ -67,6 +68,25 @@ class Batch:
         """Return the first micro-batch."""
         found: Batch = jax.tree.map(lambda leaf: leaf[0], self)
         return found
+
+
+def along_context(prepare: Callable[..., Batch], *inputs: PyTree) -> Batch:
+    """Prepare a batch, and split the tokens of its rows over the mesh axis "context"."""
+    batch = prepare(*inputs)
+    rank = batch.tokens.ndim
+
+    def place(x: jax.Array) -> jax.Array:
+        if x.ndim < rank:  # one label for each row
+            return x
+        spec = split(x, slice(rank - 1), ["context"])
+        mesh = jax.typeof(x).sharding.mesh
+        if x.shape[-1] % mesh.shape["context"]:
+            rule = f"context must divide the length of the rows, {x.shape[-1]}"
+            raise ConfigError(f"mesh has context={mesh.shape['context']}: {rule}")
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+    found: Batch = jax.tree.map(place, batch)
+    return found
 
 
 def identity(batch: Batch) -> Batch:
@@ -177,6 +197,7 @@ def batch_loss(
     z_loss: float = 0.0,
     chunk: int | None = None,
     row_shards: int = 1,
+    length_shards: int = 1,
 ) -> Loss:
     """Return a function that computes the mean cross-entropy of a batch's labels, in nats.
 
@@ -189,6 +210,7 @@ def batch_loss(
         chunk: number of tokens per row for which a transformer computes logits at a time, in both
             the forward and the backward pass. None means `chosen_chunk`.
         row_shards: number of devices across which the rows of a batch are split.
+        length_shards: number of devices across which the tokens of a row are split.
 
     Returns:
         A function `loss(params, batch, key) -> (mean, weight)`. Passing a key enables dropout.
@@ -208,11 +230,12 @@ def batch_loss(
         labels, routed = batch.labels, list[jax.Array]()
         if config.supports("output_layer") and labels.ndim == 2:
             rows, length = labels.shape
+            length //= length_shards
             # The limits count the logits on one device.
             size = chosen_chunk(rows // row_shards, length, config.vocab_size)
             # an explicit chunk is always used
             size = size if chunk is None else chunk
-            if size < labels.shape[1]:
+            if size < length:
                 x, table, bias = read(params, batch, key, routed, method="output_layer")
                 cap = config.logit_softcap
                 mean, weight = in_chunks(
@@ -226,7 +249,7 @@ def batch_loss(
 
 
 def batch_scores(
-    config: AnyModelConfig | AnyModel, *, row_shards: int = 1
+    config: AnyModelConfig | AnyModel, *, row_shards: int = 1, length_shards: int = 1
 ) -> Callable[..., jax.Array]:
     """Return `scores(params, batch) -> f32[3]`.
 
@@ -247,10 +270,12 @@ def batch_scores(
     def scores(params: Params, batch: Batch) -> jax.Array:  # f32[3]
         labels = batch.labels
         if config.supports("output_layer") and labels.ndim == 2 and not whole:
-            size = chosen_chunk(len(labels) // row_shards, labels.shape[1], config.vocab_size)
-            if size < labels.shape[1]:
+            length = labels.shape[1] // length_shards
+            size = chosen_chunk(len(labels) // row_shards, length, config.vocab_size)
+            if size < length:
                 x, table, bias = read(params, batch, None, method="output_layer")
                 cap = config.logit_softcap
+                x, labels = lengths_as_rows(x, x, labels)
 
                 def in_chunks(
                     x: jax.Array, table: jax.Array, bias: jax.Array | None, labels: jax.Array

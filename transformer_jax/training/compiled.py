@@ -21,7 +21,7 @@ from transformer_jax.models.module import Watched
 from transformer_jax.programs import retraces
 from transformer_jax.pytree import PyTree
 from transformer_jax.training.adapting import adapted_loss, fresh_adapters
-from transformer_jax.training.batch import batch_loss, batch_scores, identity
+from transformer_jax.training.batch import along_context, batch_loss, batch_scores, identity
 from transformer_jax.training.optimizers import (
     learning_rate_schedule,
     make_optimizer,
@@ -122,6 +122,9 @@ def make_programs(
     """
     optimizer = make_optimizer(config)
     row_shards = 1 if config.mesh is None else config.mesh.row_shards
+    length_shards = 1 if config.mesh is None else config.mesh.context
+    if length_shards > 1:
+        prepare = partial(along_context, prepare)
     relative = isinstance(config.task, PreferenceTask)
     if learner is not None:
         loss, scores = learner.loss, learner.scores
@@ -132,9 +135,9 @@ def make_programs(
     else:
         loss = batch_loss(
             config.model, config.label_smoothing, z_loss=config.z_loss, chunk=config.loss_chunk,
-            row_shards=row_shards,
+            row_shards=row_shards, length_shards=length_shards,
         )  # fmt: skip
-        scores = batch_scores(config.model, row_shards=row_shards)
+        scores = batch_scores(config.model, row_shards=row_shards, length_shards=length_shards)
     state_options: dict[str, Any] = dict(
         param_dtype=jnp.dtype(config.param_dtype), average=config.ema_decay is not None
     )

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_jax.checks import as_number, check_array, check_count, check_factor
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.kernels.cpu.products import fixed_sum
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.pytree import PyTree
-from transformer_jax.sharding import by_compiler, vary
+from transformer_jax.sharding import axis_names, by_compiler, split, vary
 from transformer_jax.tracing import are_concrete
 
 
@@ -66,11 +67,14 @@ def cross_entropy(
         )
     labels, weights = _mask_ignored(labels, weights, ignore_label, logits.shape[-1])
 
+    # the compiler would gather two split axes to join them
+    joins = not any(split(logits)[1:-1])
+
     def mean(
         logits: jax.Array, labels: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        loss = _token_loss(terms, logits, labels, weights != 0)
-        return _mean(terms.sum((weights * loss).ravel()), weights)
+        loss = weights * _token_loss(terms, logits, labels, weights != 0)
+        return _mean(terms.sum(loss.ravel()) if joins else jnp.sum(loss), weights)
 
     return by_compiler(mean, [logits, labels, weights], PartitionSpec())
 
@@ -138,6 +142,7 @@ def chunked_cross_entropy(
         rule = f"must be {output_weights.shape[:1]}, [V]"
         raise ValueError(f"logit_bias has shape {logit_bias.shape}: {rule}")
     labels, weights = _mask_ignored(labels, weights, ignore_label, output_weights.shape[0])
+    hidden, labels, weights = lengths_as_rows(hidden, hidden, labels, weights)
     chunk_size = _rows(chunk_size, hidden.shape[1])
     head = _Head(terms, chunk_size, softcap)
     plain = partial(_chunked_sum, head)
@@ -423,6 +428,30 @@ def _rows(chunk_size: int, length: int) -> int:
     """Return the number of positions per chunk, which is the whole length if that is symbolic."""
     # converted to a Python int because -size would wrap around for NumPy's uint8
     return int(min(chunk_size, max(length, 1))) if are_concrete(length) else length
+
+
+def lengths_as_rows(like: jax.Array, *arrays: jax.Array | None) -> tuple[Any, ...]:
+    """Return arrays [B, T, ...] as [B P, T / P, ...] if a mesh splits the length of `like` by P.
+
+    Nothing moves: the tokens of each device become rows of their own, which can be cut into chunks
+    without gathering. If the length is whole, the arrays are returned unchanged.
+    """
+    rows, length = split(like, slice(2))
+    mesh = jax.typeof(like).sharding.mesh
+    if length is None or len(mesh.explicit_axes) < len(mesh.axis_names):
+        return arrays
+
+    def one(x: jax.Array | None) -> jax.Array | None:
+        if x is None:
+            return None
+        last = split(x, slice(2, None))
+        x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(rows, length, *last)))
+        joined = PartitionSpec((*axis_names(rows), *axis_names(length)), None, *last)
+        return jax.shard_map(
+            lambda x: x, mesh=mesh, in_specs=PartitionSpec(rows, length, *last), out_specs=joined
+        )(x)
+
+    return tuple(map(one, arrays))
 
 
 def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transformer_jax.attention.arguments import AttentionCall, Implementation, bias_shape
+from transformer_jax.attention.arguments import AttentionCall, Implementation, Rows, bias_shape
 from transformer_jax.attention.biases import ALiBi, Bias, RelativeBias
 from transformer_jax.attention.block_plan import TileLists, pad
 from transformer_jax.attention.blockwise.bias import (
@@ -118,6 +118,15 @@ class Blockwise(Implementation):
                 return "only one of bias and positions may differ between batch rows"
         return None
 
+    reads_rows = True
+
+    def refuse_part(self, call: AttentionCall) -> str | None:
+        return None
+
+    def rows(self, call: AttentionCall) -> Rows:
+        out, row_max, log_sum, _ = _forward(_prepared(call))
+        return Rows(out, row_max, log_sum)
+
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] in the query's dtype, and lse f32[B, T, N].
 
@@ -127,21 +136,7 @@ class Blockwise(Implementation):
         if 0 in (*query.shape[:3], key.shape[1]):
             out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
             return out, jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
-        scale = 1 / math.sqrt(query.shape[3]) if call.scale is None else call.scale
-        if call.scale_array is not None:
-            query, scale = scaled(query, call.scale_array), 1.0
-        # `api._run` has already closed the mask, so the loops read no traced values except
-        # arguments
-        inner = dataclasses.replace(
-            call,
-            query=query,
-            sinks=None if call.sinks is None else call.sinks.astype(jnp.float32),
-            scale=scale,
-            scale_array=None,
-            dropout_rate=call.dropout_rate if call.dropout_key is not None else 0.0,
-            dropout_words=call.head_words(),
-            dropout_key=None,
-        )
+        inner = _prepared(call)
         parts = parts_of_types(inner)
         if parts is None:
             out, lse = _attend_part(inner)
@@ -153,6 +148,27 @@ class Blockwise(Implementation):
                 function, leaves, names, shapes, (QUERIES, QUERY_ROWS), parts, wanted
             )
         return out.astype(call.query.dtype), lse
+
+
+def _prepared(call: AttentionCall) -> AttentionCall:
+    """Return the call with a known scale, and with words instead of a dropout key."""
+    query, scale = call.query, call.scale
+    if call.scale_array is not None:
+        query, scale = scaled(query, call.scale_array), 1.0
+    elif scale is None:
+        scale = 1 / math.sqrt(query.shape[3])
+    words = call.head_words()
+    # `api._run` has already closed the mask, so the loops read no traced values except arguments
+    return dataclasses.replace(
+        call,
+        query=query,
+        sinks=None if call.sinks is None else call.sinks.astype(jnp.float32),
+        scale=scale,
+        scale_array=None,
+        dropout_rate=call.dropout_rate if words is not None else 0.0,
+        dropout_words=words,
+        dropout_key=None,
+    )
 
 
 # Devices
@@ -335,7 +351,12 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     def forward(
         call: AttentionCall,
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-        out, row_max, log_sum, repaired = _by_compiler(_forward, FORWARD, call)
+        if call.rows is not None:
+            out, row_max, log_sum = call.rows
+            finite = [jnp.isfinite(x).all() for x in (call.query, call.key, call.value)]
+            repaired = jnp.full((out.shape[0], out.shape[2]), ~(finite[0] & finite[1] & finite[2]))
+        else:
+            out, row_max, log_sum, repaired = _by_compiler(_forward, FORWARD, call)
         # save the output in float32, because D must not be computed from a rounded output
         saved = out, row_max, log_sum, repaired
         return (out.astype(call.query.dtype), row_max + log_sum), saved
@@ -361,7 +382,8 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         dout = jnp.where(dead[..., None], 0, dout.astype(jnp.float32))
         D = jnp.where(dead, 0, (dout * out).sum(axis=-1) - dlse)
         row_max, log_sum = jnp.where(dead, jnp.inf, row_max), jnp.where(dead, 0, log_sum)
-        dsinks = None
+        zeros_of, dsinks = jax.tree.map(jnp.zeros_like, call), None
+        call = dataclasses.replace(call, rows=None)
         if call.sinks is not None:
             weights = jnp.exp(call.sinks[None] - row_max - log_sum)
             dsinks = -(weights * D).sum(axis=(0, 1))[None]
@@ -369,7 +391,7 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         rows = SavedRows(dout, D, row_max, log_sum, repaired)
         dq, dk, dv, *dbias = _by_compiler(_backward, names, call, rows)
         return dataclasses.replace(
-            jax.tree.map(jnp.zeros_like, call),  # the arrays of a mask have no gradient
+            zeros_of,  # the arrays of a mask have no gradient
             query=dq.astype(call.query.dtype),
             key=dk.astype(call.key.dtype),
             value=dv.astype(call.value.dtype),

@@ -210,7 +210,8 @@ def dropout_factor(place: Place, call: AttentionCall) -> jax.Array:
     # the call may be only one device's part, but the words are hashes of global rows and heads
     words = place.take(call.dropout_words, 1, place.b * sizes.rows, sizes.rows)
     a, b = place.take(words, 2, place.c * heads, heads)[..., None, None]
-    q, k = (index.astype(jnp.uint32) for index in place.indices())
+    first = (0, 0) if call.first is None else call.first
+    q, k = ((n + i).astype(jnp.uint32) for n, i in zip(first, place.indices(), strict=True))
     kept = keep(a, b, q[None, None, :, None], k[None, None, None], rate)
     factor = 0.0 if rate == 1 else 1 / (1 - rate)
     return place.spread(jnp.where(kept, jnp.float32(factor), jnp.float32(0)))

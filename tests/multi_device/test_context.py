@@ -1,0 +1,127 @@
+"""Attention and models with lengths that are split over a mesh (context parallelism)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.devices import on_devices
+from tests.support.tolerances import FORWARD_F32, GRADIENT_F32
+from transformer_jax.attention import zigzag_positions
+from transformer_jax.attention.ring import SplitLengths
+
+SCRIPT = "-m", "tests.multi_device.context_on_eight"
+
+
+@pytest.mark.parametrize("P", [1, 2, 5])
+def test_each_device_receives_exactly_the_blocks_it_needs(P):
+    """Blocks travel one after the other, and gradients return to the device that has the keys."""
+    rng = np.random.default_rng(P)
+    for share in (0.0, 0.2, 0.6, 1.0):
+        needed = rng.random((P, P)) < share
+        table = tuple(map(tuple, needed.tolist()))
+        here = list(range(P))  # the block that each device has, or None
+        computed, home, sent = np.zeros((P, P), int), {}, 0
+        for step in SplitLengths(("context",), P, True, True, table).steps:
+            for device, block in enumerate(here):
+                if step.needed[device]:
+                    computed[device, block] += 1
+            home |= {device: here[one] for one, device in step.home}
+            here = [
+                next((here[one] for one, to in step.onward if to == device), None)
+                for device in range(P)
+            ]
+            sent += len(step.onward)
+        assert (computed == needed).all()
+        assert all(device == block for device, block in home.items())
+        away = {j for j in range(P) for i in range(P) if needed[i, j] and i != j}
+        assert set(home) == away
+        assert sent <= P * (P - 1) and (sent > 0) == bool(away)
+
+
+def test_window_sends_each_block_to_one_neighbor():
+    P = 7
+    table = tuple(tuple(i - 1 <= j <= i for j in range(P)) for i in range(P))
+    first, second = SplitLengths(("context",), P, True, True, table).steps
+    assert first.onward == tuple((i, i + 1) for i in range(P - 1))
+    assert second.needed == (False, *(True,) * (P - 1)) and second.onward == ()
+    assert second.home == tuple((i + 1, i) for i in range(P - 1))
+
+
+@pytest.mark.parametrize("P", [1, 3, 8])
+def test_zigzag_gives_each_device_the_same_number_of_causal_pairs(P):
+    T = 2 * P * 5
+    at = zigzag_positions(T, P)
+    assert sorted(at) == list(range(T))
+    pairs = (at + 1).reshape(P, -1).sum(axis=1)
+    assert len({*pairs.tolist()}) == 1
+    with pytest.raises(ValueError, match=f"length is {T + 1}: must be a multiple of {2 * P}"):
+        zigzag_positions(T + 1, P)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(
+            [
+                "all at once; blockwise; ring",
+                "window; native; ring",
+                "int8; xla; ring",
+                "sinks; blockwise; keys",
+                "heads; native; queries",
+            ],
+            marks=pytest.mark.slow,
+            id="some",
+        ),
+        pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(10_800)], id="all"),
+    ],
+)
+def test_attention_with_split_lengths_matches_one_device(cases):
+    """Output, lse, gradients, forward mode and products with the Hessian, against float64."""
+    results = on_devices(8, *SCRIPT, *cases, optimise=False)
+    assert len(results) == len(cases) or len(results) > 250
+    for case, errors in results.items():
+        assert {"outputs", "gradients"} <= errors.keys()
+        for name, error in errors.items():
+            limit = FORWARD_F32 if name in ("outputs", "forward mode") else GRADIENT_F32
+            assert error <= limit, (case, name, error)
+
+
+PAIRS = dict(everything=56, causal=28, window=7, packed=7, zigzag=56)
+"""Transfers of a block, in a forward pass over eight devices."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(["window", "causal"], id="some"),
+        pytest.param(list(PAIRS), marks=[pytest.mark.long, pytest.mark.timeout(1200)], id="all"),
+    ],
+)
+def test_compiled_program_sends_only_blocks_that_a_mask_needs(cases):
+    """The bytes are those of the formula in docs/meshes.md, and nothing is gathered."""
+    results = on_devices(8, *SCRIPT, *(f"traffic; {case}" for case in cases), optimise=False)
+    block, positions = 2 * 1024 * 2 * 16 * 4, 1024 * 4  # keys and values f32[1, 1024, 2, 16]
+    for case in cases:
+        forward, gradient, said = results[f"traffic; {case}"]
+        pairs = PAIRS[case]
+        assert forward["bytes"] == pairs * (block + positions), case
+        # keys and values again, then their gradients; a CPU's XLA sends the positions only once
+        assert gradient["bytes"] == pairs * (3 * block + positions), case
+        assert forward["gathered"] == gradient["gathered"] == 0, case
+        assert f"sends {pairs} of 56 blocks of keys, {forward['bytes']} bytes" in said
+        shifts = 1 if case in ("window", "packed") else 7
+        assert forward["arrays"] == 3 * shifts, case
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_memory_of_one_device_falls_with_the_number_of_devices():
+    """Temporary arrays of the gradient, for 8k to 64k tokens."""
+    cases = [(length, devices) for length in (8192, 65536) for devices in (2, 4, 8)]
+    names = [f"memory; {length}; {devices}" for length, devices in cases]
+    found = on_devices(8, *SCRIPT, *names)
+    sizes = {case: found[name] for case, name in zip(cases, names, strict=True)}
+    for devices in (4, 8):
+        assert sizes[65536, devices] <= 1.1 * sizes[65536, 2] * 2 / devices
