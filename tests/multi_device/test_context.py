@@ -107,8 +107,8 @@ def test_compiled_program_sends_only_blocks_that_a_mask_needs(cases):
         forward, gradient, said = results[f"traffic; {case}"]
         pairs = PAIRS[case]
         assert forward["bytes"] == pairs * (block + positions), case
-        # keys and values again, then their gradients; a CPU's XLA sends the positions only once
-        assert gradient["bytes"] == pairs * (3 * block + positions), case
+        # the backward pass sends keys and values again, and their gradients
+        assert gradient["bytes"] == pairs * (3 * block + 2 * positions), case
         assert forward["gathered"] == gradient["gathered"] == 0, case
         assert f"sends {pairs} of 56 blocks of keys, {forward['bytes']} bytes" in said
         shifts = 1 if case in ("window", "packed") else 7
@@ -117,11 +117,11 @@ def test_compiled_program_sends_only_blocks_that_a_mask_needs(cases):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_memory_of_one_device_falls_with_the_number_of_devices():
-    """Temporary arrays of the gradient, for 8k to 64k tokens."""
-    cases = [(length, devices) for length in (8192, 65536) for devices in (2, 4, 8)]
+def test_memory_per_token_falls_with_the_number_of_devices():
+    """Temporary arrays of a gradient, from 8k to 64k tokens. The tiles take the same for both."""
+    cases = [(length, devices) for length in (8192, 65536) for devices in (4, 8)]
     names = [f"memory; {length}; {devices}" for length, devices in cases]
     found = on_devices(8, *SCRIPT, *names)
     sizes = {case: found[name] for case, name in zip(cases, names, strict=True)}
-    for devices in (4, 8):
-        assert sizes[65536, devices] <= 1.1 * sizes[65536, 2] * 2 / devices
+    four, eight = (sizes[65536, devices] - sizes[8192, devices] for devices in (4, 8))
+    assert 0.4 * four < eight < 0.6 * four, sizes

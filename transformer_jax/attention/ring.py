@@ -29,9 +29,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ from transformer_jax.attention.blockwise.core import scaled
 from transformer_jax.attention.masks import And, Everything, Mask, Or
 from transformer_jax.attention.reference import Xla
 from transformer_jax.checks import check_count
+from transformer_jax.kernels import platform
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.kernels.sharding import HEADS, AxisNames, First, Parts, by_types
 from transformer_jax.sharding import axis_names, explicit_mesh, split, vary
@@ -353,6 +355,20 @@ def _part(
     return dataclasses.replace(call, key=key, value=value)
 
 
+def _after(results: Any, tree: Any) -> Any:
+    """Return arrays that a device can send only when it has computed all `results`.
+
+    Otherwise, a compiler may run all transfers first, and keep all blocks.
+    """
+    results, tree = lax.optimization_barrier((results, tree))
+    if platform() != "cpu":
+        return tree
+    # XLA removes barriers on a CPU, but does not know that this is always True
+    parts = (~(x.ravel()[0] > jnp.inf) for x in jax.tree.leaves(results))
+    ready = reduce(operator.and_, parts)
+    return jax.tree.map(lambda x: jnp.where(ready, x, jnp.zeros_like(x)), tree)
+
+
 def _merge(a: Rows, b: Rows) -> Rows:
     """Return the results over the keys of both."""
     row_max = jnp.maximum(a.row_max, b.row_max)
@@ -380,22 +396,28 @@ def _merged(
     """Attend to this device's keys, and merge the results of all devices."""
     out, lse = one.attend(call)
     assert lse is not None
-    masked = jnp.isneginf(lse)
-    # select before the exponential, so that a masked row has no gradient
-    lse, out = jnp.where(masked, 0, lse), out.astype(lse.dtype)
-    row_max = lax.pmax(lax.stop_gradient(jnp.where(masked, -jnp.inf, lse)), lengths.axes)
-    nothing = jnp.isneginf(row_max)
+    masked, sum_over = jnp.isneginf(lse), partial(lax.psum, axis_name=lengths.axes)
+    nothing = sum_over((~masked).astype(jnp.int32)) == 0
+    broken = sum_over(jnp.isnan(lse).astype(jnp.int32)) > 0
+    # select before the exponential, so that a masked or broken row has no gradient
+    dead = masked | broken
+    lse = jnp.where(dead, 0, lse)
+    out = jnp.where(dead[..., None], 0, out.astype(lse.dtype))
+    top = jnp.where(dead, -jnp.inf, lse)
     if sinks is not None:
-        row_max = jnp.maximum(row_max, lax.stop_gradient(sinks[None].astype(lse.dtype)))
-    row_max = jnp.where(nothing, 0, row_max)
-    weight = jnp.where(masked, 0, jnp.exp(lse - row_max))
-    total = lax.psum(weight, lengths.axes)
-    out = lax.psum(weight[..., None] * out, lengths.axes)
-    if sinks is not None:
-        total = total + jnp.exp(jnp.where(nothing, -jnp.inf, sinks[None]) - row_max)
-    total = jnp.where(nothing, 1, total)
+        # only one device adds the sink
+        is_first = lax.axis_index(lengths.axes) == 0
+        sink = jnp.where(is_first & ~nothing, sinks[None].astype(lse.dtype), -jnp.inf)
+        top = jnp.maximum(top, sink)
+    row_max = lax.pmax(lax.stop_gradient(top), lengths.axes)
+    row_max = jnp.where(jnp.isneginf(row_max), 0, row_max)
+    weight = jnp.where(dead, 0, jnp.exp(lse - row_max))
+    total = sum_over(weight if sinks is None else weight + jnp.exp(sink - row_max))
+    total = jnp.where(nothing | broken, 1, total)
+    out = sum_over(weight[..., None] * out) / total[..., None]
     lse = jnp.where(nothing, -jnp.inf, row_max + jnp.log(total))
-    return (out / total[..., None]).astype(call.query.dtype), lse
+    out, lse = (jnp.where(bad, jnp.nan, x) for bad, x in ((broken[..., None], out), (broken, lse)))
+    return out.astype(call.query.dtype), lse
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,8 +463,7 @@ class _Ring:
             part = _part(of_block, self.lengths, (index - step.shift) % P)
             rows = self._if_needed(step, partial(self.one.rows, part), call.query)
             total = rows if total is None else _merge(total, rows)
-            # without this, a compiler may run all transfers first and keep all blocks
-            block, total = lax.optimization_barrier((following, total))
+            block = _after(total, following)
         assert total is not None
         rows = _with_sinks(total, sinks)
         return (rows.out.astype(call.query.dtype), rows.row_max + rows.log_sum), rows
@@ -463,10 +484,7 @@ class _Ring:
 
         def share(block: dict[str, Any], shift: int) -> list[jax.Array]:
             """Return the gradients of the wanted arrays from the products with one block."""
-            key, value = jnp.split(block["both"], [call.key.shape[3]], axis=3)
-            fields = {name: block[name] for name in TRAVELLING[2:]}
-            moved = dataclasses.replace(call, **fields, key=key, value=value)
-            inputs = jax.tree.leaves(moved)
+            inputs = jax.tree.leaves(dataclasses.replace(call, **block))
             known = rows if self.one.reads_rows else None
 
             def attend(wanted: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array | None]:
@@ -490,11 +508,9 @@ class _Ring:
                 (found,) = pull((d_out.astype(out.dtype), d_lse.astype(lse.dtype)))
             return [x.astype(wide) for x in found]
 
-        # XLA must not merge the transfers with those of the forward pass: it would keep all blocks
-        # until now. For a CPU, which ignores the barrier, keys and values are sent as one array
-        block: dict[str, Any] = {name: getattr(call, name) for name in TRAVELLING[2:]}
-        block["both"] = jnp.concatenate([call.key, call.value], axis=3)
-        block, do = lax.optimization_barrier((block, do))
+        block: dict[str, Any] = {name: getattr(call, name) for name in TRAVELLING}
+        # otherwise, XLA would keep the blocks that the forward pass received
+        block = _after(do, block)
         total = [vary(jnp.zeros(leaves[i].shape, wide), do) for i in at]
         sums: list[jax.Array] = []  # of this step's block, from the shifts before
         for step in self.lengths.steps:
@@ -514,7 +530,7 @@ class _Ring:
                 elif step.home:
                     total[n] = total[n] + next(back)
             sums = self._sent(moving, step.onward) if step.onward and step.shift else []
-            block, total, sums = lax.optimization_barrier((following, total, sums))
+            block, sums = _after(total, (following, sums))
         gradients = jax.tree.map(jnp.zeros_like, leaves)
         for i, x in zip(at, total, strict=True):
             gradients[i] = x.astype(leaves[i].dtype)
