@@ -125,7 +125,7 @@ def _passes(problem: Problem, target: Target) -> tuple[Callable[..., Tree], Pass
 
     def forward(
         tree: Arguments,
-    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
         """Return the attention output and the results of the forward kernel."""
         operands, lists, known = tree
         if known is not None:
@@ -146,7 +146,7 @@ def _passes(problem: Problem, target: Target) -> tuple[Callable[..., Tree], Pass
 
     def backward(
         tree: Arguments,
-        saved: tuple[jax.Array, jax.Array, jax.Array],
+        saved: tuple[jax.Array, ...],
         cotangents: tuple[jax.Array, ...],
         wanted: Arguments,
     ) -> Arguments:

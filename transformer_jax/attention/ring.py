@@ -245,10 +245,9 @@ def _refuse_code(call: AttentionCall, mesh: AbstractMesh, axes: tuple[str, ...])
 def _needed(call: AttentionCall, devices: int) -> tuple[tuple[bool, ...], ...]:
     """Return whether the queries of each device may see each block of keys, as far as known."""
     _, T, _, S = call.sizes
-    at = [
-        np.arange(n, dtype=np.int32) if x is None else concrete_value(x)
-        for x, n in ((call.q_positions, T), (call.k_positions, S))
-    ]
+    q = np.arange(T, dtype=np.int32) if call.q_positions is None else call.q_positions
+    k = np.arange(S, dtype=np.int32) if call.k_positions is None else call.k_positions
+    q_at, k_at = concrete_value(q), concrete_value(k)
 
     def table(mask: Mask) -> np.ndarray:  # bool[devices, devices]
         # traced documents within a known window: the window excludes blocks
@@ -258,14 +257,14 @@ def _needed(call: AttentionCall, devices: int) -> tuple[tuple[bool, ...], ...]:
             return table(mask.left) | table(mask.right)
         leaves, structure = jax.tree.flatten(mask.closed())
         known = [concrete_value(x) for x in leaves]
-        if any(x is None for x in (*at, *known)):
+        if q_at is None or k_at is None or any(x is None for x in known):
             return np.ones((devices, devices), bool)
         mask = jax.tree.unflatten(structure, known)
-        sizes = dict(block_q=T // devices, block_k=S // devices)
-        classes = concrete_value(mask.block_plan(*at, **sizes).classes)
+        plan = mask.block_plan(q_at, k_at, block_q=T // devices, block_k=S // devices)
+        classes = concrete_value(plan.classes)
         if classes is None:
             return np.ones((devices, devices), bool)
-        return (classes > 0).any(axis=(0, 1))
+        return np.asarray((classes > 0).any(axis=(0, 1)))
 
     found = table(Everything() if call.mask is None else call.mask)
     return tuple(map(tuple, found.tolist()))
@@ -498,6 +497,7 @@ class _Ring:
             if known is not None:
                 (found,) = pull((do, dlse))
             else:
+                assert lse is not None
                 # of out = sum_r w_r out_r with the weights w_r = exp(lse_r - lse)
                 total = rows.row_max + rows.log_sum
                 weight = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - total))
