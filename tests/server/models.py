@@ -27,7 +27,7 @@ def params_of(config):
 
 
 @functools.cache
-def tiny(*, template: bool = True) -> LanguageModel:
+def tiny(*, template: bool = True, states: bool = False) -> LanguageModel:
     """Return a model of byte pairs with an end token and a padded vocabulary."""
     vocab = byte_letters() | {"ab": 256, "<e>": 257}
     level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -46,7 +46,8 @@ def tiny(*, template: bool = True) -> LanguageModel:
     )  # fmt: skip
     config = tj.ModelConfig(
         vocab_size=261, d_model=8, num_layers=1, num_heads=2, max_len=61, positions="rope",
-        init_std=0.7,
+        init_std=0.7, mixers=("gated_delta",) if states else None,
+        gated_delta=tj.GatedDelta(num_key_heads=2, num_value_heads=2) if states else None,
     )  # fmt: skip
     model = TextModel(config, params_of(config), tokenizer, (257,))
     return LanguageModel(model, "/home/somebody/secret")

@@ -394,6 +394,17 @@ def test_engine_serves_edited_model(quick_compilation):
 
 
 @pytest.mark.slow
+def test_engine_serves_model_whose_states_cannot_be_rewound(quick_compilation):
+    """The second prompt starts with the first, but is read from its first token."""
+    model = tiny(states=True)
+    with running(model, slots=1) as engine:
+        client = client_of(engine)
+        for prompt in ("cab" * 5, "cab" * 5 + "d"):
+            [choice] = complete(client, prompt=prompt).json()["choices"]
+            assert choice["text"] == model.generate(prompt, 11) != ""
+
+
+@pytest.mark.slow
 def test_requests_beyond_queue_capacity_are_rejected(monkeypatch):
     with running(tiny(), slots=1, queue=2) as engine:
         paused = PausedTurns(engine, monkeypatch)
