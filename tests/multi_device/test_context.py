@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.devices import on_devices
-from tests.support.tolerances import FORWARD_F32, GRADIENT_F32
+from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax.attention import zigzag_positions
 from transformer_jax.attention.ring import SplitLengths
 
@@ -125,3 +125,30 @@ def test_memory_per_token_falls_with_the_number_of_devices():
     sizes = {case: found[name] for case, name in zip(cases, names, strict=True)}
     four, eight = (sizes[65536, devices] - sizes[8192, devices] for devices in (4, 8))
     assert 0.4 * four < eight < 0.6 * four, sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(["rope", "window, packed"], id="some"),
+        pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(3600)], id="all"),
+    ],
+)
+def test_models_with_split_tokens_match_one_device(cases):
+    """Logits, losses and gradients. No activations are gathered, except by experts."""
+    results = on_devices(8, "-m", "tests.multi_device.long_rows_on_eight", *cases, optimise=False)
+    assert len(results) == len(cases) or len(results) == 14
+    for case, found in results.items():
+        assert found["error"] <= GRADIENT_F32, (case, found)
+        assert found["gathered"] == [] or "experts" in case, (case, found)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_training_with_split_tokens_has_the_losses_of_one_device():
+    """24 steps with dropout and chunks, and a run that is interrupted and resumed."""
+    found = on_devices(8, "-m", "tests.multi_device.long_rows_on_eight", "training")["training"]
+    assert len(found["one"]) == 25 and found["one"][23] < found["one"][0]
+    assert_near(found["context"], found["one"], 1e-5)
+    assert found["resumed"] == found["context"]

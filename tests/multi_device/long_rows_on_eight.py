@@ -1,0 +1,120 @@
+"""Script of test_context.py with eight devices: models and training with tokens that are split.
+
+Prints JSON. For each model, the largest error of the logits, losses and gradients against one
+device, relative to each array's largest value, and the arrays of activations that are gathered. For
+"training", the losses of each run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.multi_device.meshes_on_four import largest_error
+from transformer_jax import (
+    ModelConfig,
+    build,
+    chunked_cross_entropy,
+    cross_entropy,
+    init_params,
+)
+from transformer_jax.config import Experts, MeshConfig, Rope, TrainConfig
+from transformer_jax.training.loop import fit
+
+SMALL = ModelConfig(
+    vocab_size=29, max_len=48, num_layers=2, num_heads=4, d_model=16, positions="rope",
+    num_kv_heads=2, glu=True, norm="rmsnorm", tie_embeddings=False, qk_norm=True,
+    attention_sinks=True,
+)  # fmt: skip
+MODELS = {
+    "rope": SMALL,
+    "learned": ModelConfig(vocab_size=29, max_len=48, num_layers=2, num_heads=4, d_model=16),
+    "window": replace(SMALL, window=7, scan_layers=True, implementation="blockwise"),
+    "dropout": replace(
+        SMALL, positions="alibi", remat="full", dropout=0.1, attention_dropout=0.1
+    ),
+    "t5": replace(SMALL, positions="t5", implementation="xla"),
+    "experts": replace(SMALL, experts=Experts(count=4, top_k=2, d_ff=8)),
+    "encoder": replace(SMALL, kind="encoder"),
+}  # fmt: skip
+
+
+def compared(name: str, packed: bool) -> dict[str, Any]:
+    config = MODELS[name]
+    model, params = build(config), init_params(config, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    tokens, labels = (jnp.asarray(rng.integers(0, 29, (4, 40)), jnp.int32) for _ in range(2))
+    segments = jnp.asarray(np.sort(rng.integers(1, 4, (4, 40)), 1), jnp.int32)
+
+    def loss(params, tokens, labels, segments):
+        kwargs: dict[str, Any] = dict(segments=segments) if packed else {}
+        kwargs["key"] = jax.random.key(3)
+        logits = model.apply({"params": params}, tokens, **kwargs)[0]
+        x, table, bias = model.apply({"params": params}, tokens, method="output_layer", **kwargs)
+        chunks = chunked_cross_entropy(x, table, labels, chunk_size=7, logit_bias=bias)[0]
+        return cross_entropy(logits, labels)[0] + chunks, (logits, chunks)
+
+    function = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    expected = function(params, tokens, labels, segments)
+    mesh = jax.make_mesh((2, 4), ("data", "context"))
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    split_up = (put(x, P("data", "context")) for x in (tokens, labels, segments))
+    compiled = function.lower(*(inputs := (put(params, P()), *split_up))).compile()
+    actual = compiled(*inputs)
+    moved = re.findall(
+        r"(f32\[\d+,\d+,[\d,]+\])\S* (?:all-gather|all-to-all)(?:-start)?\(", compiled.as_text()
+    )
+    return dict(error=largest_error(actual, expected), gathered=moved)
+
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 60
+MESHES = dict(one=None, context=MeshConfig(data=2, context=4))
+
+
+def losses(mesh: str, stop_after: int | None = None) -> list[float]:
+    """Return the losses of 24 steps, of a run that may be interrupted and resumed."""
+    model = ModelConfig(
+        d_model=32, num_heads=4, num_kv_heads=2, num_layers=2, d_ff=48, max_len=16,
+        positions=Rope(), glu=True, dropout=0.2, attention_dropout=0.1,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "text.txt").write_text(TEXT)
+        config = TrainConfig(
+            data=str(folder / "text.txt"), model=model, out=str(folder / "run"), steps=24,
+            batch_size=8, accumulation=2, eval_every=12, checkpoint_every=12, log_every=1,
+            warmup_steps=2, sample_tokens=5, mesh=MESHES[mesh], loss_chunk=3,
+        )  # fmt: skip
+        steps = itertools.count(1)
+        result = fit(config, stop=lambda: next(steps) == stop_after)
+        if stop_after is not None:
+            result = fit(config, resume=True)
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        return [*(json.loads(line)["loss"] for line in lines), result.val_loss]
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 8
+    names = sys.argv[1:] or [*MODELS, *(f"{name}, packed" for name in MODELS)]
+    results: dict[str, Any] = {}
+    for name in names:
+        model, _, rest = name.partition(", ")
+        if name == "training":
+            results[name] = dict(
+                one=losses("one"), context=losses("context"), resumed=losses("context", 12)
+            )
+        else:
+            results[name] = compared(model, bool(rest))
+    print(json.dumps(results))
