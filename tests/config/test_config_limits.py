@@ -17,6 +17,7 @@ from transformer_jax.config import (
     WindowConfig,
 )
 from transformer_jax.config.experts import Experts
+from transformer_jax.config.mixers import GatedDelta
 from transformer_jax.config.optimizers import Muon, ScheduleFree
 from transformer_jax.config.prepare import PrepareConfig
 from transformer_jax.config.tasks import (
@@ -32,6 +33,7 @@ from transformer_jax.config.tasks import (
 
 MODEL = ModelConfig(d_model=8, num_heads=1, num_layers=1, max_len=9)
 ENCODER = replace(MODEL, kind="encoder")
+STATES = replace(MODEL, mixers=("gated_delta",), gated_delta=GatedDelta())
 PAIRS = replace(MODEL, kind="encoder-decoder")
 TRAIN = TrainConfig(model=MODEL)
 FILES = PrepareConfig(data=("a.txt",))
@@ -96,6 +98,9 @@ BORDERS = [
      dict(mesh=MeshConfig(data=2), model=replace(MODEL, kind="encoder-decoder"),
           task=ReverseTask()),
      "mesh is 'context=2': context needs a decoder or encoder of tokens"),
+    (TRAIN, dict(mesh=MeshConfig(context=3), context=9, model=STATES),
+     dict(mesh=MeshConfig(data=2), context=9, model=STATES),
+     "mesh is 'context=3': context does not support layers with a state, which read whole rows"),
     (TRAIN, dict(optimizer=Muon(), model=RecurrentConfig()), dict(optimizer=Muon()),
      "optimizer is 'muon': is supported only by the blocks of transformers, but the model is"),
     (TRAIN, dict(optimizer=ScheduleFree()), dict(optimizer=ScheduleFree(), schedule="constant"),

@@ -139,7 +139,7 @@ def test_parameters_are_sharded_as_documented():
 
 def test_single_device_mesh_places_rows_and_parameters():
     placement = make_placement(MeshConfig())
-    names = "data", "fsdp", "tensor", "expert"
+    names = "data", "fsdp", "tensor", "expert", "context"
     assert dict(placement.mesh.shape) == dict.fromkeys(names, 1)
     assert placement.described() == "1 x cpu"
     x = np.arange(12, dtype=np.float32).reshape(2, 3, 2)

@@ -189,6 +189,9 @@ class TrainConfig:
                 if kind not in ("decoder", "encoder") or self.model.inputs is not None:
                     rule = "context needs a decoder or encoder of tokens"
                     fail("mesh", str(mesh), rule)
+                if self.model.has_state:
+                    rule = "context does not support layers with a state, which read whole rows"
+                    fail("mesh", str(mesh), rule)
             count = 1 if self.model.experts is None else self.model.experts.count
             if count % mesh.expert:
                 found = "there are none" if self.model.experts is None else f"there are {count}"
