@@ -35,7 +35,7 @@ from transformer_jax import (
 )
 from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.cache import StateCache
-from transformer_jax.config import ConfigError, GatedDelta, ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, GatedDelta, MeshConfig, ModelConfig, TrainConfig
 from transformer_jax.decoding.batch_rows import gather_rows, select_rows, write_rows
 from transformer_jax.decoding.continuous_batching import Batcher, Request, serve_requests
 from transformer_jax.decoding.proposers import PromptLookup
@@ -348,6 +348,10 @@ def test_positions_that_a_state_cannot_read_are_rejected(params):
         assert np.isnan(logits[1]).all() and np.isfinite(logits[::2]).all()
     with pytest.raises(ValueError, match=r"row 2 are \[1, 0\]: must increase"):
         model.apply({"params": params}, new, positions=jnp.array([[0, 1], [-1, 3], [1, 0]]))
+    logits = logits_of(CONFIG, params, new, positions=jnp.array([[0, 1], [-1, 3], [1, 0]]))
+    assert np.isnan(logits[2]).all() and np.isfinite(logits[:2]).all()
+    with pytest.raises(ConfigError, match="context does not support layers with a state"):
+        TrainConfig(model=CONFIG, context=8, mesh=MeshConfig(context=2))
 
 
 @pytest.mark.slow

@@ -216,14 +216,6 @@ def positions_and_masks(
     """
     if positions is not None:
         token_positions = positions = check_positions(shape, positions)
-        known = concrete_value(positions) if config.has_state else None
-        if known is not None:  # a state reads tokens in the order of the row
-            before = np.maximum.accumulate(known, axis=1)[:, :-1]
-            wrong = (known[:, 1:] >= 0) & (known[:, 1:] <= before)
-            if wrong.any():
-                row = int(np.argmax(wrong.any(axis=1)))
-                rule = "must increase from token to token, because gated_delta layers have a state"
-                raise ValueError(f"positions of row {row} are {known[row].tolist()}: {rule}")
     else:
         # with segments, each document starts at 0, so a row may be longer than the position table
         limited = isinstance(config.positions, Learned) and segments is None
@@ -271,6 +263,26 @@ def positions_and_masks(
             near = near if sinks is None else near | sinks
         masks.append(mask if near is None else near if mask is None else mask & near)
     return token_positions, tuple(masks)
+
+
+def refuse_disorder(
+    positions: jax.Array,  # i32[B, T]; negative means padding
+) -> jax.Array:  # bool[B]
+    """Return the rows that a layer with a state cannot read, because it reads them in order.
+
+    If the positions are known, raise ValueError instead.
+    """
+    known = concrete_value(positions)
+    if known is None:
+        before = jax.lax.cummax(positions, axis=1)[:, :-1]
+        return ((positions[:, 1:] >= 0) & (positions[:, 1:] <= before)).any(axis=1)
+    largest = np.maximum.accumulate(known, axis=1)[:, :-1]
+    wrong = ((known[:, 1:] >= 0) & (known[:, 1:] <= largest)).any(axis=1)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        rule = "must increase from token to token, because gated_delta layers have a state"
+        raise ValueError(f"positions of row {row} are {known[row].tolist()}: {rule}")
+    return jnp.asarray(wrong)
 
 
 def check_sees_past(mask: Mask) -> None:

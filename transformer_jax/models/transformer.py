@@ -25,6 +25,7 @@ from transformer_jax.models.arguments import (
     check_sees_past,
     check_tokens,
     positions_and_masks,
+    refuse_disorder,
     refuse_unread,
     visited_logits,
 )
@@ -458,6 +459,8 @@ def run_decoder(
     x = model.embed(tokens, token_positions, key=embed_key, target=is_cross)
     visit = places.visit(positions=token_positions)
     x, cache = model.decoder(x, inputs, masks, visit, cache=cache, key=stack_key)
+    if cfg.has_state and cache is None and positions is not None:
+        x = jnp.where(refuse_disorder(positions)[:, None, None], jnp.nan, x)
     if not read_out:
         return x, cache, visit.captured
     logits = visited_logits(model.embed, x, at, visit)
