@@ -9,6 +9,7 @@ Hugging Face, which uses its compute dtype.
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,14 @@ from benchmarks.specs import DecodeCase
 Weights = Literal["f32", "bf16", "int8", "int4"]
 HUGGING_FACE, COMPILED = "Hugging Face", "Hugging Face, compiled"
 CTRANSLATE2, LLAMA_CPP = "CTranslate2", "llama.cpp"
+XLLAMACPP = "llama.cpp, xllamacpp"
 DTYPES: dict[Weights, str] = {
     "f32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4",
 }  # fmt: skip
+
+
+GGUF_BYTES: dict[Weights, float] = {"f32": 4.0, "bf16": 2.0, "int8": 34 / 32, "int4": 18 / 32}
+"""Number of bytes per weight in a GGUF file."""
 
 
 @dataclass(frozen=True)
@@ -230,16 +236,87 @@ def llama_cpp(case: DecodeCase, params: dict[str, Any], weights: Weights) -> Pee
             tokens.append(step(tokens[-1][:, None].tolist(), starts).argmax(axis=1))
         return np.stack(tokens, axis=1).astype(np.int32)
 
-    each = {"f32": 4.0, "bf16": 2.0, "int8": 34 / 32}[weights]
-    return Peer(generate, logits, token_bytes(state, each, 4))
+    return Peer(generate, logits, token_bytes(state, GGUF_BYTES[weights], 4))
+
+
+def xllamacpp(case: DecodeCase, params: dict[str, Any], weights: Weights) -> Peer:
+    """Return llama.cpp's server, which xllamacpp runs in this process.
+
+    A call includes the server's queue and sampler. It returns log-probabilities instead of logits.
+    For int4, the format is Q4_0, and activations are rounded to Q8_0.
+    """
+    library, gguf = imported("xllamacpp"), imported("gguf")
+    if jax.default_backend() != "cpu":
+        raise Absent("is compiled for a processor only")
+    if case.batch > 1:
+        raise Absent("decodes one row")
+    state = gpt2_state(params, case.model.num_layers)
+    settings = library.CommonParams()
+    settings.n_ctx, settings.n_parallel, settings.warmup = case.capacity, 1, False
+    settings.cache_type_k = settings.cache_type_v = library.ggml_type.GGML_TYPE_F32
+    settings.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = cores()
+    settings.verbosity = -1
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(gguf, path, case, state, weights, bytes_as_tokens=True)
+        settings.model.path = str(path)
+        server = library.Server(settings)
+    (prompt,) = prompts(case)
+
+    def complete(new: int, **more: Any) -> dict[str, Any]:
+        request = {"prompt": prompt, "max_tokens": new, "temperature": 0.0, "ignore_eos": True}
+        answer = server.handle_completions(request | {"cache_prompt": False} | more)
+        found = json.loads(answer) if isinstance(answer, str | bytes) else answer
+        if found["usage"]["completion_tokens"] != new:
+            raise AssertionError(f"llama.cpp returns {found['usage']}: must have {new} tokens")
+        return found["choices"][0]
+
+    def generate(new: int) -> np.ndarray:  # the server returns text, so the tokens are not known
+        complete(new)
+        return np.zeros((1, new), np.int32)
+
+    def logits() -> np.ndarray:
+        answer = complete(1, logprobs=case.model.vocab_size)
+        found = np.full((1, case.model.vocab_size), -np.inf, np.float32)
+        for one in answer["logprobs"]["content"][0]["top_logprobs"]:
+            found[0, one["id"]] = one["logprob"]
+        return found
+
+    return Peer(generate, logits, token_bytes(state, GGUF_BYTES[weights], 4))
+
+
+def in_q4_0(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters with kernels and token vectors rounded to Q4_0, as in llama.cpp."""
+    gguf = imported("gguf")
+    kind = gguf.GGMLQuantizationType.Q4_0
+
+    def rounded(path: Any, x: jax.Array) -> jax.Array:
+        names = [key.key for key in path]
+        if names[-1] not in ("kernel", "tokens"):
+            return x
+        rows = np.array(x, np.float32)  # [inputs, outputs], except for tokens
+        if names[-1] == "tokens":
+            return jax.numpy.asarray(gguf.dequantize(gguf.quantize(rows, kind), kind))
+        inputs = x.size // x.shape[-1] if names[-2] in ("out", "down") else x.shape[0]
+        columns = np.ascontiguousarray(rows.reshape(inputs, -1).T)
+        back = gguf.dequantize(gguf.quantize(columns, kind), kind)
+        return jax.numpy.asarray(back.T.reshape(x.shape))
+
+    found: dict[str, Any] = jax.tree_util.tree_map_with_path(rounded, params)
+    return found
 
 
 def write_gguf(
-    gguf: Any, path: Path, case: DecodeCase, state: dict[str, np.ndarray], weights: Weights
-) -> None:
-    """Write our weights in llama.cpp's format, with matrices as [out, in] and float32 vectors."""
+    gguf: Any, path: Path, case: DecodeCase, state: dict[str, np.ndarray], weights: Weights,
+    *, bytes_as_tokens: bool = False,
+) -> None:  # fmt: skip
+    """Write our weights in llama.cpp's format, with matrices as [out, in] and float32 vectors.
+
+    `bytes_as_tokens` adds a vocabulary, without which llama.cpp's server does not start.
+    """
     cfg, kinds = case.model, gguf.GGMLQuantizationType
-    kind = {"f32": kinds.F32, "bf16": kinds.BF16, "int8": kinds.Q8_0}[weights]
+    kind = {"f32": kinds.F32, "bf16": kinds.BF16, "int8": kinds.Q8_0, "int4": kinds.Q4_0}[weights]
     names = {
         "transformer.wte": "token_embd", "transformer.wpe": "position_embd",
         "transformer.ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
@@ -254,7 +331,17 @@ def write_gguf(
     writer.add_head_count(cfg.num_heads)
     writer.add_layer_norm_eps(cfg.norm_eps)
     writer.add_vocab_size(cfg.vocab_size)
-    writer.add_tokenizer_model("none")
+    if bytes_as_tokens:
+        visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        hidden = [byte for byte in range(256) if byte not in visible]  # as in GPT-2
+        letters = [chr(x) for x in visible] + [chr(256 + i) for i in range(len(hidden))]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list([*letters, *(f"a{i}" for i in range(256, cfg.vocab_size))])
+        writer.add_token_types([1] * cfg.vocab_size)
+        writer.add_token_merges(["a 2"])
+    else:
+        writer.add_tokenizer_model("none")
     for name, x in state.items():
         if name == "lm_head.weight":
             continue  # without a head, the token table is used
@@ -336,4 +423,5 @@ BUILDERS: dict[str, Builder] = {
     COMPILED: functools.partial(hugging_face, compiled=True),
     CTRANSLATE2: ctranslate2,
     LLAMA_CPP: llama_cpp,
+    XLLAMACPP: xllamacpp,
 }

@@ -645,6 +645,8 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
   for (auto* each : {&x, &scale, &bias})
     for (auto& number : *each) number = normal(random);
   if (bytes.size() && !between(0, 3)) x[between(0, x.size() - 1)] *= 1e4f;
+  if (packed && !between(0, 3))
+    for (auto& number : x) number *= 1e33f;  // too large to be split into integers
   if (!between(0, 7))
     for (int64_t i = 0; i < p.inputs; i++) x[at_x(0, i)] = 0;
   const bool broken = p.inputs && !between(0, 7);  // a single row is NaN
