@@ -189,7 +189,7 @@ class TrainConfig:
                 if kind not in ("decoder", "encoder") or self.model.inputs is not None:
                     rule = "context needs a decoder or encoder of tokens"
                     fail("mesh", str(mesh), rule)
-                if self.model.has_state:
+                if getattr(self.model, "has_state", False):
                     rule = "context does not support layers with a state, which read whole rows"
                     fail("mesh", str(mesh), rule)
             count = 1 if self.model.experts is None else self.model.experts.count
