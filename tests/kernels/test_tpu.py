@@ -326,7 +326,7 @@ def test_unsupported_calls_are_rejected_with_reason():
     where = Target("tpu")
     half, odd = struct(64, jnp.float16), struct(20, jnp.float32)
     assert "float16" in tpu.refuse(where, False, half, half, half)
-    assert "H 20" in tpu.refuse(where, False, odd, odd, struct(64, jnp.float32))
+    assert "H is 20" in tpu.refuse(where, False, odd, odd, struct(64, jnp.float32))
     fine = struct(96, jnp.bfloat16)
     assert "float32" in tpu.refuse(where, False, fine, fine, struct(96, jnp.float32))
     assert tpu.refuse(where, False, fine, fine, struct(128, jnp.bfloat16)) is None
