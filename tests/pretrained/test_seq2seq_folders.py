@@ -564,7 +564,7 @@ def test_original_transformer_config_cannot_be_saved(tmp_path):
         positions="sinusoidal", norm_order="post", scale_embeddings=True,
     )  # fmt: skip
     params = init_params(config, jax.random.key(0))
-    message = r"positions\.layout is 'interleaved': a marian has 'halves'"
+    message = r"positions\.layout is 'interleaved': must be 'halves' in the family marian"
     with pytest.raises(ConfigError, match=message):
         save_pretrained(tmp_path / "a", config, params)
     with pytest.raises(ConfigError, match=r"positions\.layout is 'interleaved'"):
