@@ -88,7 +88,7 @@ def test_recurrent_attention_is_softmax_of_dot_products():
     np.testing.assert_array_equal(image.get_array(), seen.cross[0, 0])
     with pytest.raises(ConfigError, match="part is 'self': must be 'cross' for this model"):
         seen.plot(part="self")
-    with pytest.raises(ConfigError, match=r"'here' \(RecurrentConfig\) has no attention over tokens"):
+    with pytest.raises(ConfigError, match=r"'here' \(RecurrentConfig\) has no attention"):
         recurrent().inspect.attention(("bad", "feed"))
 
 
