@@ -258,7 +258,7 @@ def test_block_table_passed_to_kernel_contains_only_existing_pages(monkeypatch):
     call = replace(call, plan=IMPLEMENTATIONS["pallas"].plan(call))
     passed = []
 
-    def record(problem, where, operands, lists):
+    def record(problem, where, operands, lists, known):
         passed.append(operands)
         return jnp.zeros(call.query.shape), jnp.zeros(call.query.swapaxes(1, 2).shape[:3])
 

@@ -75,7 +75,7 @@ def test_attached_device_reports_multiprocessor_count(monkeypatch):
     assert silent.processors is None
     passed = []
 
-    def record(problem, where, operands, lists):
+    def record(problem, where, operands, lists, known):
         passed.append(problem.processors)
         return operands.query, jnp.zeros((1, 1, 128))
 

@@ -354,7 +354,7 @@ def test_logits_at_selected_tokens_match_reference(case, rng):
 ELSEWHERE = {
     "vocab_size", "d_model", "head_dim", "d_ff", "max_len", "init_std", "dropout", "remat",
     "attention_dropout", "dtype", "scan_layers", "implementation", "invariant", "num_classes",
-    "pooler", "inputs", "experts", "classes_of", "pooler_reads", "block",
+    "pooler", "inputs", "experts", "classes_of", "pooler_reads", "block", "mixers", "gated_delta",
 }  # fmt: skip
 """Fields that other tests vary, or that only set sizes."""
 
