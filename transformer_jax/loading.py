@@ -296,7 +296,8 @@ def with_quantized_weights(model: TextModel, kind: Kind) -> TextModel:
     """Return the model with quantized weights and the same compute dtype.
 
     "int8" and "int4" are the kinds that `quantize` applies to the kernels. Both store embeddings
-    and the output matrix in 8 bits. Raises ConfigError if the model is not a transformer.
+    and the output matrix in 8 bits, or "int4" in 4 bits if that keeps all numbers exactly. Raises
+    ConfigError if the model is not a transformer.
     """
     if not model.config.supports("dtypes"):
         name = type(model.config).__name__

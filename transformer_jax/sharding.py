@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from transformer_jax.kernels.sharding import no_mesh, vary
+from transformer_jax.tracing import traced
 
 Result = TypeVar("Result")
 Gathered = TypeVar("Gathered", bound=jax.Array | None)
@@ -92,9 +93,13 @@ def by_compiler(
     if mesh is None:
         return function(*arguments)
 
+    # outside `jit`, arrays on no mesh need the devices of the mesh, which types do not have
+    known = (getattr(x, "sharding", None) for x in jax.tree.leaves(arguments) if not traced(x))
+    meshes = (one.mesh for one in known if isinstance(one, NamedSharding))
+    whole = NamedSharding(next(meshes, mesh), PartitionSpec())
+
     # without this, the compiler would choose how to split donated arrays that are on no mesh
     def place(x: jax.Array) -> jax.Array:
-        whole = NamedSharding(mesh, PartitionSpec())
         return jax.sharding.reshard(x, whole) if jax.typeof(x).sharding.mesh.empty else x
 
     wanted = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results)

@@ -36,6 +36,7 @@ from transformer_jax import (
 from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.cache import StateCache
 from transformer_jax.config import ConfigError, GatedDelta, MeshConfig, ModelConfig, TrainConfig
+from transformer_jax.config.tasks import PrefixTask
 from transformer_jax.decoding.batch_rows import gather_rows, select_rows, write_rows
 from transformer_jax.decoding.continuous_batching import Batcher, Request, serve_requests
 from transformer_jax.decoding.proposers import PromptLookup
@@ -47,6 +48,7 @@ from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
 from transformer_jax.models.quantized import quantize
 from transformer_jax.models.streaming import StreamingEncoder, rebase_cache, receptive_field
 from transformer_jax.text import inspect_programs
+from transformer_jax.training.placement import parameter_spec
 from transformer_jax.training.planning.hardware import Hardware
 from transformer_jax.training.planning.plan import remedies
 
@@ -421,6 +423,29 @@ def test_path_patching_freezes_the_heads_of_states(params):
 def test_invalid_patterns_are_rejected(changes, message):
     with pytest.raises(ConfigError, match=message):
         replace(CONFIG, **changes)
+
+
+def test_task_that_reads_a_source_in_both_directions_needs_attention():
+    with pytest.raises(ConfigError, match="bidirectional is True: must be False, because gated"):
+        PrefixTask().check_model(CONFIG)
+    PrefixTask(bidirectional=False).check_model(CONFIG)
+    PrefixTask().check_model(replace(CONFIG, mixers=None, gated_delta=None))
+
+
+def test_no_tokens_have_no_logits_and_leave_the_cache_unchanged(params):
+    apply = partial(build(CONFIG).apply, {"params": params}, jnp.zeros((2, 0), jnp.int32))
+    assert apply()[0].shape == (2, 0, VOCAB)
+    cache = init_cache(CONFIG, 2, 8)
+    logits, after = apply(cache=fork(cache, 1))
+    assert logits.shape == (2, 0, VOCAB)
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), cache, after))
+
+
+@pytest.mark.parametrize("module", ["gate", "value", "beta", "decay"])
+def test_kernels_of_states_are_split_over_devices(module):
+    sizes, shape = dict(fsdp=2, tensor=2), (24, 4, 8) if module in ("gate", "value") else (24, 4)
+    names = "decoder", "block_0", "gated_delta", module, "kernel"
+    assert parameter_spec(names, shape, sizes)[:2] == ("fsdp", "tensor")
 
 
 def test_key_heads_must_divide_value_heads():

@@ -152,3 +152,50 @@ def test_training_with_split_tokens_has_the_losses_of_one_device():
     assert len(found["one"]) == 25 and found["one"][23] < found["one"][0]
     assert_near(found["context"], found["one"], 1e-5)
     assert found["resumed"] == found["context"]
+
+
+SHORT_ROWS = """
+import json
+from dataclasses import replace
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from transformer_jax import ModelConfig, Shaw, build, init_params, quantize
+mesh = jax.make_mesh((2,), ("context",))
+split = NamedSharding(mesh, P(None, "context"))
+tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 31)
+found = {}
+def compare(name, config, change=lambda params: params, **options):
+    model, params = build(config), change(init_params(config, jax.random.key(0)))
+    if config.kind == "encoder":
+        options["method"] = model.pool
+    results = []
+    for place in (split, None):
+        put = lambda x, where: x if place is None else jax.device_put(x, where)
+        placed = put(params, NamedSharding(mesh, P())), put(tokens, split)
+        result = model.apply({"params": placed[0]}, placed[1], **options)
+        results.append(np.asarray(jax.tree.leaves(result)[0]))
+    found[name] = float(np.abs(results[0] - results[1]).max() / np.abs(results[1]).max())
+config = ModelConfig(vocab_size=31, max_len=48, num_layers=1, num_heads=4, d_model=128)
+compare("learned", config)
+compare("shaw", replace(config, positions=Shaw(max_distance=4)))
+compare("chosen tokens", config, at=jnp.array([[7], [3]]))
+compare("first token", replace(config, kind="encoder", pooler="tanh"))
+for kind in ("int8", "int4"):
+    compare(kind, config, lambda params: quantize(params, kind, embeddings=True))
+try:
+    compare("invariant", replace(config, invariant=True))
+except ValueError as error:
+    found["invariant"] = str(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_calls_outside_jit_accept_split_rows():
+    """One device has a kernel for products of so few rows with quantized weights."""
+    found = on_devices(2, "-c", SHORT_ROWS)
+    message = found.pop("invariant")
+    assert message.endswith("a mesh may split only the rows of an invariant model")
+    assert len(found) == 6
+    for name, error in found.items():
+        assert error < FORWARD_F32, name

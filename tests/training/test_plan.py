@@ -304,6 +304,8 @@ def test_plan_for_this_machine_matches_step_of_run():
 
 @pytest.mark.slow
 def test_decoding_plan_counts_cache_and_parameter_reads_once():
+    with pytest.raises(ConfigError, match="mesh is context=2: context must be 1, because decoding"):
+        plan_decoding(SMALL, CPU, batch_size=3, length=13, mesh=MeshConfig(context=2))
     plan = plan_decoding(SMALL, CPU, batch_size=3, length=13)
     assert plan.memory.parameters == 4 * num_params(SMALL)
     assert plan.cache == cache_bytes(SMALL, 3, 13)

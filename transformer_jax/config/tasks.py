@@ -235,6 +235,11 @@ class PrefixTask(_PairFilesTask):
     packed: bool = True
     """Pack several short pairs into a row, without attention between them."""
 
+    def check_model(self, model: AnyModelConfig) -> None:
+        super().check_model(model)
+        if self.bidirectional and getattr(model, "has_state", False):
+            fail("bidirectional", True, "must be False, because gated_delta layers are causal")
+
 
 @config_class
 class ClassifyTask(Task):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import field
+from functools import partial
 from typing import Any, Protocol, Self
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from transformer_jax.attention.mask import check_mask, nodes
 from transformer_jax.attention.masks import (
@@ -182,7 +184,9 @@ def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B
         raise ValueError(f"at is {at.dtype}{list(at.shape)}: must be integers [{x.shape[0]}, Q]")
     # A negative index would count from the end, so move it out of range.
     index = jnp.where(at < 0, x.shape[1], at)[:, :, None]
-    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=jnp.nan)
+    take = partial(jnp.take_along_axis, axis=1, mode="fill", fill_value=jnp.nan)
+    rows, _, *rest = split(x)
+    return by_compiler(take, [x, index], PartitionSpec(rows, None, *rest))
 
 
 def visited_logits(

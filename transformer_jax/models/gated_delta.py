@@ -109,7 +109,9 @@ class GatedDeltaNet(Module):
 
 
 def _joined(*heads: jax.Array) -> jax.Array:  # [B, T, N, H] each -> [B, T, C]
-    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in heads], axis=-1)
+    return jnp.concatenate(
+        [x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in heads], axis=-1
+    )
 
 
 def _separated(x: jax.Array, shapes: list[tuple[int, ...]]) -> tuple[jax.Array, ...]:

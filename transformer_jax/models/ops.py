@@ -98,6 +98,7 @@ def norm(
     """Return `layer_norm` if `centred` is true, and otherwise `rms_norm`, without checks."""
     y, rows, width = x.astype(F32), math.prod(x.shape[:-1]), x.shape[-1]
     if invariant:
+        _refuse_split_lengths(x)
         pair = 1.0 if scale is None else scale, 0.0 if bias is None else bias
         more = (jnp.broadcast_to(jnp.asarray(one, F32), (width,)) for one in pair)
         y = norms.fixed_norm(eps, centred, y.reshape(rows, width), *more)
@@ -137,6 +138,7 @@ def project(
     lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
     inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
     if invariant:
+        _refuse_split_lengths(x)
         if kernel.dtype != jnp.bfloat16:  # read as it is stored
             kernel = kernel.astype(x.dtype)
         flat, kernel = x.reshape(rows, inputs), kernel.reshape(inputs, width)
@@ -177,6 +179,12 @@ def project(
     return y.reshape(*lead, *outputs)
 
 
+def _refuse_split_lengths(x: jax.Array) -> None:
+    if any(split(x)[1:]):
+        rule = "a mesh may split only the rows of an invariant model"
+        raise ValueError(f"the model's inputs are split as {split(x)}: {rule}")
+
+
 def log_softmax(x: jax.Array, *, invariant: bool = False) -> jax.Array:  # [..., V] -> f32[..., V]
     """Return x - log sum exp x over the last axis, in f32.
 
@@ -206,6 +214,7 @@ def logits(
     """
     rows = math.prod(x.shape[:2])
     if invariant:
+        _refuse_split_lengths(x)
         if table.dtype != jnp.bfloat16:
             table = table.astype(x.dtype)
         y = products.fixed_product(x.reshape(rows, x.shape[2]), table, bias=bias, turned=True)

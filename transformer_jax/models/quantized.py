@@ -23,6 +23,7 @@ from transformer_jax.config.keywords import known_keywords
 from transformer_jax.kernels.cpu import products
 from transformer_jax.models import ops
 from transformer_jax.pytree import Parameter, Params, PyTree, cast_floats, kernel_axes
+from transformer_jax.sharding import explicit_mesh
 from transformer_jax.tracing import concrete_value
 from transformer_jax.values import value_class
 
@@ -145,7 +146,8 @@ def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
             blocks, and do not change other parameters (norms, biases, heads and expert routers).
         embeddings: whether "int8" and "int4" also store the token vectors and the output matrix in
             8 bits, with one scale per token, or in 4 bits if "int4" keeps all their numbers
-            exactly. Decoding reads the whole output matrix for each token.
+            exactly, which it does not test inside `jit`. Decoding reads the whole output matrix for
+            each token.
 
     Returns:
         The parameters, with each quantized array replaced by a `QuantizedKernel` or a
@@ -297,7 +299,7 @@ def quantized_project(
     rows, groups = math.prod(x.shape[: x.ndim - contract]), len(kernel.scale)
     # the compiled kernel scales sums of 32 inputs
     aligned = groups == 1 or math.prod(kernel.inputs) % (32 * groups) == 0
-    if aligned and products.takes(rows, x.dtype, kernel.values):
+    if aligned and explicit_mesh(x) is None and products.takes(rows, x.dtype, kernel.values):
         y = _multiply_few_rows(contract, x, kernel)
     else:
         y = _multiply(contract, x, kernel, None, False)
@@ -347,7 +349,8 @@ def table_logits(
 ) -> jax.Array:  # f32[B, T, V]
     """Return x W'^T + b in f32."""
     rows = math.prod(x.shape[:2])
-    if invariant or not products.takes(rows, x.dtype, table.values):
+    takes = explicit_mesh(x) is None and products.takes(rows, x.dtype, table.values)
+    if invariant or not takes:
         return ops.logits(x, table.astype(x.dtype), bias, invariant=invariant)
     y = products.product(
         x.reshape(rows, -1), table.values, scale=table.scale, bias=bias, turned=table.bits == 8

@@ -24,6 +24,7 @@ from transformer_jax.models.arguments import (
     check_cache_room,
     check_sees_past,
     check_tokens,
+    gather_tokens,
     positions_and_masks,
     refuse_disorder,
     refuse_unread,
@@ -253,8 +254,7 @@ class Encoder(CheckedModule):
             x = total / jnp.maximum(valid.sum(axis=1), 1)[:, None]
         elif cfg.pooler_reads == "first":
             # the index of the first True, which is not 0 if a row is left-padded
-            at = jnp.argmax(valid, axis=1)[:, None, None]
-            x = jnp.take_along_axis(x, at, axis=1)[:, 0]
+            x = gather_tokens(x, jnp.argmax(valid, axis=1)[:, None])[:, 0]
         if cfg.pooling == "transform":
             return self.head_transform(x)
         pooled = self.pooler(x)

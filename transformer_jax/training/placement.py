@@ -79,7 +79,10 @@ def parameter_spec(
     wanted: tuple[str | None, ...] = ()
     if names[-1] == "kernel":
         matrix, _ = kernel_axes(names, len(shape))
-        wanted = ("expert",) * (matrix - first) + _KERNELS.get(module, ())
+        kernel = _KERNELS.get(module, ())
+        if "gated_delta" in names and module in ("gate", "beta", "decay"):
+            kernel = _KERNELS["value"][: len(shape) - matrix]
+        wanted = ("expert",) * (matrix - first) + kernel
     elif names[-1] == "bias" and module != "embed":
         wanted = _BIASES.get(module, ())
     elif module == "embed":

@@ -187,20 +187,24 @@ def plan_decoding(
     if batch_size % mesh.row_shards:
         rule = f"must be a multiple of {mesh.row_shards}, the row shards of mesh {mesh}"
         raise ConfigError(f"batch_size is {batch_size}: {rule}")
+    if mesh.context > 1:
+        raise ConfigError(f"mesh is {mesh}: context must be 1, because decoding reads one token")
     placement = _placement(mesh, hardware, hardware.devices())
     dtype = jnp.dtype(model.dtype)
     params = jax.eval_shape(lambda: cast_floats(init_params(model, jax.random.key(0)), dtype))
     params = placement.state(params)
     cache = jax.eval_shape(lambda: init_cache(model, batch_size, length))
     assert placement.mesh is not None
-    split = model.kv_heads % placement.mesh.shape["tensor"] == 0
-    heads = "tensor" if split else None
+    tensor = placement.mesh.shape["tensor"]
+    heads = "tensor" if model.kv_heads % tensor == 0 else None
 
     def placed(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         name = jax.tree_util.keystr(path[-1:], simple=True)
         axes: list[str | tuple[str, ...] | None] = [ROWS, *(None,) * (leaf.ndim - 1)]
         if name in ("k", "v"):
             axes[-2] = heads
+        elif name == "state" and leaf.shape[1] % tensor == 0:
+            axes[1] = "tensor"
         sharding = _sharding(placement, PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
