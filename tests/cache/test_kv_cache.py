@@ -175,8 +175,10 @@ def test_single_token_step_reads_at_most_ring_capacity():
     """Decoding one token at a time reads the ring itself, S keys rather than S + 1."""
 
     def read(count: int, window: int | None):
+        cache = init(3, 7)  # outside the trace, because `init` keeps its results
+
         def extend(k, v, at):
-            return kv.extend(init(3, 7), k, v, at, window)[1:]
+            return kv.extend(cache, k, v, at, window)[1:]
 
         k, v, at = (
             jax.ShapeDtypeStruct((3, count, *rest), kind)

@@ -448,6 +448,14 @@ def test_kernels_of_states_are_split_over_devices(module):
     assert parameter_spec(names, shape, sizes)[:2] == ("fsdp", "tensor")
 
 
+def test_dtype_of_keys_needs_a_layer_with_keys():
+    states = replace(CONFIG, mixers=("gated_delta",))
+    assert init_cache(states, 2, 8).capacity == 0
+    with pytest.raises(ValueError, match="dtype is int8: must be None, because no layer caches"):
+        init_cache(states, 2, 8, dtype=jnp.int8)
+    assert init_cache(CONFIG, 2, 8, dtype=jnp.int8).layers[2].k.dtype == jnp.int8
+
+
 def test_key_heads_must_divide_value_heads():
     with pytest.raises(ConfigError, match="num_key_heads is 3: must divide num_value_heads 4"):
         GatedDelta(num_key_heads=3, num_value_heads=4)

@@ -201,6 +201,9 @@ def empty_layers(
         raise ValueError(f"slack is {slack}: {rule}")
 
     heads = config.kv_heads, config.key_dim, config.value_dim
+    if dtype is not None and all(config.mixer(i) != "attention" for i in range(depth)):
+        rule = "must be None, because no layer caches keys and values"
+        raise ValueError(f"dtype is {jnp.dtype(dtype)}: {rule}")
     dtype = config.dtype if dtype is None else dtype
     layers: list[kv.KVCache | StateCache] = []
     for i in range(1 if config.scan_layers else depth):
