@@ -1,5 +1,7 @@
 """Rows of examples: buckets, packing, and the order in which epochs read them."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -7,11 +9,14 @@ import pytest
 from tests.support.tolerances import assert_near
 from transformer_jax.config import (
     ConvolutionConfig,
+    MeshConfig,
     ModelConfig,
     NgramConfig,
     RecurrentConfig,
+    TrainConfig,
     WindowConfig,
 )
+from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.lectures.ngram import count_ngrams
 from transformer_jax.models.factory import init_params
 from transformer_jax.tokenizers.utf8 import DataError
@@ -19,6 +24,7 @@ from transformer_jax.training import rows as training_rows
 from transformer_jax.training.batch import Batch, batch_scores
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.rows import bucketed, laid_out, pack, packed
+from transformer_jax.training.tasks import load_task
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -106,6 +112,32 @@ def test_packing_keeps_examples_whole():
     assert np.array_equal(together.tokens, rows.tokens) and apart.segments is None
     with pytest.raises(DataError, match="example 0 has 5 tokens: must be at most 4"):
         packed([Batch(np.arange(5), np.arange(5))], 4)
+
+
+@pytest.mark.parametrize(
+    ("context", "most", "longest", "length"),
+    [(3, 96, 12, 24), (3, 96, 40, 48), (3, 45, 40, 45), (5, 80, 40, 40), (8, 80, 9, 16)],
+)
+def test_rows_of_documents_are_padded_for_devices_that_split_them(
+    context, most, longest, length, tmp_path
+):
+    """A multiple of 8 and 2 * context, but at most the longest sequence."""
+    (tmp_path / "text.txt").write_text("\n".join("ab" * 2 + "c" * n for n in range(longest - 4)))
+    config = TrainConfig(
+        task=LanguageTask(documents="lines", packed=False), data=str(tmp_path / "text.txt"),
+        model=ModelConfig(max_len=most), out=str(tmp_path / "run"), val_fraction=0.3,
+    )  # fmt: skip
+    whole = load_task(config, None, None)
+    task = load_task(replace(config, mesh=MeshConfig(context=context)), None, None)
+    for rows, before in ((task.train, whole.train), (task.val, whole.val)):
+        (found,), (bucket,) = rows.buckets, before.buckets
+        assert found.tokens.shape[1] % context == 0
+        size = bucket.tokens.shape[1]
+        assert np.array_equal(found.tokens[:, :size], bucket.tokens)
+        assert np.array_equal(found.labels[:, :size], bucket.labels)
+        assert not found.tokens[:, size:].any() and (found.labels[:, size:] == IGNORE).all()
+    assert task.val.buckets[0].tokens.shape[1] == length
+    assert task.tokens_per_step == config.batch_size * task.train.buckets[0].tokens.shape[1]
 
 
 @pytest.mark.parametrize("fullest", [False, True])

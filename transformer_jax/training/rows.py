@@ -6,9 +6,10 @@ epoch reads every row once, in a new order.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from functools import lru_cache
 
 import jax
@@ -50,6 +51,32 @@ class Rows:
     def labels(self) -> int:
         """Return the number of labels in all rows."""
         return sum(int((bucket.labels != IGNORE).sum()) for bucket in self.buckets)
+
+    def split_over(self, devices: int, most: int) -> Rows:
+        """Return rows that `devices` can split, in balanced order if possible.
+
+        Rows are padded to a multiple of MULTIPLE and of 2 * `devices`, which `zigzag_positions`
+        needs, but to at most `most` tokens, which must be a multiple of `devices`.
+        """
+        unit = math.lcm(MULTIPLE, 2 * devices)
+
+        def divided(bucket: Batch) -> Batch:
+            length = bucket.tokens.shape[1]
+            if length % (2 * devices) == 0 or length == most:
+                return bucket
+            size = -(-length // unit) * unit
+            size = most if length < most < size else size
+
+            def longer(name: str, leaf: np.ndarray) -> np.ndarray:
+                widths = (0, 0), (0, size - length)
+                return np.pad(leaf, widths, constant_values=FILL.get(name, 0))
+
+            leaves = {name: leaf for name, leaf in vars(bucket).items() if leaf is not None}
+            return replace(
+                bucket, **{name: longer(name, x) for name, x in leaves.items() if x.ndim > 1}
+            )
+
+        return Rows(tuple(map(divided, self.buckets)))
 
     def step(self, seed: int, step: int, accumulation: int, size: int) -> Batch:
         """Return the micro-batches of a step, with leaves [A, B, ...], all from one bucket.

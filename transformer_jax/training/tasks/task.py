@@ -176,6 +176,9 @@ class RowsTask(TrainingTask):
         self, config: TrainConfig, tokenizers: Tokenizers, sha256: str, train: Rows, val: Rows
     ) -> None:
         self.config, self.tokenizers, self.sha256 = config, tokenizers, sha256
+        if config.mesh is not None and config.mesh.context > 1:
+            longest, devices = config.sequence_len, config.mesh.context
+            train, val = (rows.split_over(devices, longest) for rows in (train, val))
         self.train, self.val = train, val
         longest = max(bucket.tokens.shape[1] for bucket in train.buckets)
         self.tokens_per_step = config.accumulation * config.batch_size * longest
