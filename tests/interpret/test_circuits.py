@@ -117,6 +117,12 @@ def test_circuit_products_include_adapters():
             "not linear in the stream, because qk_norm",
         ),
         (
+            "llama",
+            dict(attention_gate=True),
+            dict(circuit="ov"),
+            "not linear in the stream, because attention_gate",
+        ),
+        (
             "post",
             {},
             dict(fold_norm=True),

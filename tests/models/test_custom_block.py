@@ -160,6 +160,10 @@ class Both(Plain, Gated):
         (lambda: replace(CONFIG, block=Gated), "block is .*must be"),
         (lambda: replace(CONFIG, block=Both()), "must override edit or run, not both"),
         (lambda: replace(CONFIG, block=Plain(), qk_norm=True), "qk_norm is True: is not used"),
+        (
+            lambda: replace(CONFIG, block=Plain(), attention_gate=True),
+            "attention_gate is True: is not used by a custom block with `run`",
+        ),
         (lambda: replace(CONFIG, block=Gated(), kind="encoder-decoder"), "needs kind 'decoder'"),
         (lambda: gone(as_text(Gated())), r"model.block.kind is .*test_gone:Gated.*import it first"),
         (lambda: config_from_json(as_text(Gated()).replace(f"{__name__}:Gated", "os:getcwd")),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from jax import export
 
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
@@ -47,6 +48,7 @@ from transformer_jax.models.gated_delta import GatedDeltaNet
 from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
 from transformer_jax.models.quantized import quantize
 from transformer_jax.models.streaming import StreamingEncoder, rebase_cache, receptive_field
+from transformer_jax.pretrained.tensors import parameter_shapes
 from transformer_jax.text import inspect_programs
 from transformer_jax.training.placement import parameter_spec
 from transformer_jax.training.planning.hardware import Hardware
@@ -97,9 +99,10 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def reference(params, x, valid, segments):
+def reference(params, x, valid, segments, config=CONFIG):
     """Compute the layer token by token in float64, from the equations of its docstring."""
     w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    conv = np.concatenate([w[f"{name}_conv"] for name in ("query", "key", "value")], axis=1)
     out, states = np.zeros(x.shape), []
     for b in range(len(x)):
         state, past, document = np.zeros((N, H, HV)), [], None
@@ -111,18 +114,20 @@ def reference(params, x, valid, segments):
             project = lambda name, x=x[b, t]: np.einsum("d,d...->...", x, w[name]["kernel"])  # noqa: E731
             joined = [project(name).ravel() for name in ("query", "key", "value")]
             past = [*past, np.concatenate(joined)][-W:]
-            mixed = sum(w["conv"][W - 1 - i] * one for i, one in enumerate(reversed(past)))
+            mixed = sum(conv[W - 1 - i] * one for i, one in enumerate(reversed(past)))
             mixed = mixed * sigmoid(mixed)
             q, k, v = np.split(mixed, [NK * H, 2 * NK * H])
             q, k = (y.reshape(NK, H).repeat(N // NK, axis=0) for y in (q, k))
             q, k = (y / np.sqrt((y * y).sum(axis=1, keepdims=True) + 1e-6) for y in (q, k))
             v, beta = v.reshape(N, HV), sigmoid(project("beta"))
+            beta = 2 * beta if config.gated_delta.negative_eigenvalues else beta
             step = np.log1p(np.exp(project("decay") + w["decay_bias"]))
             state = state * np.exp(-np.exp(w["decay_rate"]) * step)[:, None, None]
             wrong = v - np.einsum("nhv,nh->nv", state, k)
             state = state + np.einsum("n,nh,nv->nhv", beta, k, wrong)
             y = np.einsum("nhv,nh->nv", state, q) / np.sqrt(H)
-            y = y / np.sqrt((y * y).mean(axis=1, keepdims=True) + CONFIG.norm_eps) * w["head_scale"]
+            eps = config.gated_delta.norm_eps or config.norm_eps
+            y = y / np.sqrt((y * y).mean(axis=1, keepdims=True) + eps) * w["head_scale"]
             gate = project("gate")
             out[b, t] = np.einsum("nv,nvd->d", y * gate * sigmoid(gate), w["out"]["kernel"])
         states.append(state)
@@ -140,6 +145,33 @@ def test_layer_equals_recurrence_in_float64(rng, positions):
     want, _ = reference(params, x, positions >= 0, segments)
     real = positions >= 0
     assert_near(np.asarray(got)[real], want[real], 5 * FORWARD_F32)
+
+
+def test_strong_writes_and_their_own_epsilon_equal_recurrence(rng):
+    sizes = replace(CONFIG.gated_delta, negative_eigenvalues=True, norm_eps=0.1)
+    config = replace(CONFIG, gated_delta=sizes)
+    layer, x = GatedDeltaNet(config), rng.normal(size=(ROWS, T, 24)).astype(np.float32)
+    params = layer.init({"params": jax.random.key(1)}, x)["params"]
+    got, _ = layer.apply({"params": params}, x)
+    want, _ = reference(params, x, np.ones((ROWS, T), bool), np.zeros((ROWS, T)), config)
+    assert_near(got, want, 5 * FORWARD_F32)
+
+
+def test_layers_with_a_state_place_their_norms_independently(params):
+    """Only the attention of block 2 has norms on its outputs."""
+    sizes = replace(CONFIG.gated_delta, norm_order="pre")
+    mixed = replace(CONFIG, norm_order="output", gated_delta=sizes)
+    norms = {
+        name: {norm for norm in block if "norm" in norm}
+        for name, block in init_params(mixed, jax.random.key(0))["decoder"].items()
+        if name.startswith("block")
+    }
+    own, others = ("gated_delta", "feed_forward"), ("attention", "feed_forward")
+    assert norms["block_0"] == norms["block_1"] == {f"norm_{name}" for name in own}
+    assert norms["block_2"] == {f"out_norm_{name}" for name in others}
+    only = replace(mixed, mixers=("gated_delta",))
+    states = init_params(ONLY, jax.random.key(7))
+    np.testing.assert_array_equal(logits_of(only, states, TOKENS), logits_of(ONLY, states, TOKENS))
 
 
 @pytest.mark.slow
@@ -418,6 +450,10 @@ def test_path_patching_freezes_the_heads_of_states(params):
         (dict(gated_delta=None), "gated_delta is None: must be set, because mixers contains"),
         (dict(mixers=None), "gated_delta is .*: needs gated_delta in mixers"),
         (dict(invariant=True), "cannot be promised for gated_delta layers"),
+        (
+            dict(norm_order="post", gated_delta=GatedDelta(norm_order="pre")),
+            "gated_delta.norm_order is 'pre': needs a norm and norm_order 'pre', 'sandwich' or",
+        ),
     ],
 )
 def test_invalid_patterns_are_rejected(changes, message):
@@ -519,7 +555,7 @@ def test_quantized_kernels_equal_dequantized_ones(params, kind):
     small = quantize(params, kind)
     block = small["decoder"]["block_0"]["gated_delta"]
     assert all(hasattr(block[name]["kernel"], "bits") for name in ("query", "gate", "out"))
-    assert block["conv"].ndim == 2
+    assert block["value_conv"].ndim == 2
     dense = jax.tree.map(
         lambda x: x.astype(jnp.float32), small, is_leaf=lambda x: hasattr(x, "bits")
     )
@@ -570,6 +606,13 @@ def test_exported_decoder_has_a_state_for_any_prompt_length(params, tmp_path):
     for t in range(7, 10):
         logits, state = step.call(arrays, TOKENS[:2, t], state)
         assert_near(logits, want[:, t], ERROR)
+
+
+@pytest.mark.parametrize("depth", [3, 5])
+def test_shapes_of_a_pattern_are_those_of_its_parameters(depth):
+    config = replace(CONFIG, num_layers=depth)
+    want = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    assert parameter_shapes(config) == flatten_dict(want, sep="/")
 
 
 def test_no_published_family_has_a_state(tmp_path, params):

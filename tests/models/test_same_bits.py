@@ -30,7 +30,8 @@ CONFIGS = {
     "llama": LLAMA,
     "bfloat16": LLAMA | dict(dtype="bfloat16"),
     "window": LLAMA | dict(
-        window=5, qk_norm=True, attention_softcap=20.0, attention_sinks=True, logit_softcap=9.0
+        window=5, qk_norm=True, attention_softcap=20.0, attention_sinks=True, logit_softcap=9.0,
+        attention_gate=True,
     ),
     "ring": LLAMA | dict(window=(5, None), sink_tokens=2),
     "scanned": GPT | dict(scan_layers=True, remat="full", positions="alibi"),

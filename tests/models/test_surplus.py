@@ -47,6 +47,7 @@ MORE = {
     "logit_bias": (CONFIG, replace(CONFIG, logit_bias=True)),
     "qk_norm": (CONFIG, replace(CONFIG, qk_norm=True)),
     "attention_sinks": (CONFIG, replace(CONFIG, attention_sinks=True)),
+    "attention_gate": (CONFIG, replace(CONFIG, attention_gate=True)),
     "type_vocab_size": (ENCODER, replace(ENCODER, type_vocab_size=2)),
     "num_classes": (replace(ENCODER, pooler="tanh"), replace(ENCODER, num_classes=3)),
     "pooler": (ENCODER, replace(ENCODER, pooler="tanh")),

@@ -98,6 +98,11 @@ CASES: dict[str, dict] = {
         num_layers=3, glu=True, activation="gelu", use_bias=False, embedding_norm=True,
         first_norm=False, masked_token_head=True, logit_bias=True, positions_=PADDED,
     ),
+    "qwen3-next": dict(
+        positions=Rope(dims=2), norm="rmsnorm", norm_unit_offset=True, activation="silu", glu=True,
+        use_bias=False, qkv_bias=True, num_heads=4, num_kv_heads=2, value_head_dim=5, qk_norm=True,
+        attention_gate=True, tie_embeddings=False, positions_=PADDED,
+    ),
     "granite": dict(
         positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False,
         num_heads=4, num_kv_heads=2, embedding_scale=1.7, residual_scale=0.6, logit_scale=0.8,
@@ -220,7 +225,7 @@ CASES: dict[str, dict] = {
         kind="encoder-decoder", positions="rope", num_heads=4, num_kv_heads=2, qk_norm=True,
         attention_sinks=True, attention_softcap=1.9, window=4, value_head_dim=5,
         norm_order="sandwich", source_positions=True, logit_bias=True, logit_softcap=3.1,
-        logit_scale=0.6, norm_unit_offset=True,
+        logit_scale=0.6, norm_unit_offset=True, attention_gate=True,
     ),
     "encoder-decoder-shaw": dict(
         kind="encoder-decoder", positions=Shaw(max_distance=3), num_layers=1,
@@ -375,8 +380,8 @@ def test_config_cases_cover_all_options():
 
         literal = getattr(module, options.removesuffix(" | None"))
         assert {getattr(c, name) for c in seen} == set(literal.__args__)
-    for name in ("use_bias", "qk_norm", "attention_sinks", "scale_embeddings", "tie_embeddings",
-                 "logit_bias", "embedding_norm", "glu", "masked_token_head",
+    for name in ("use_bias", "qk_norm", "attention_sinks", "attention_gate", "scale_embeddings",
+                 "tie_embeddings", "logit_bias", "embedding_norm", "glu", "masked_token_head",
                  "norm_unit_offset"):  # fmt: skip
         assert {getattr(c, name) for c in seen} == {True, False}, name
     for name in ("qkv_bias", "out_bias", "ff_bias"):
@@ -1069,8 +1074,8 @@ def names(tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
 
 
 FULL = dataclasses.replace(
-    SMALL, num_layers=1, qk_norm=True, attention_sinks=True, value_head_dim=5, num_heads=4,
-    num_kv_heads=2, glu=True, embedding_norm=True, tie_embeddings=False,
+    SMALL, num_layers=1, qk_norm=True, attention_sinks=True, attention_gate=True, value_head_dim=5,
+    num_heads=4, num_kv_heads=2, glu=True, embedding_norm=True, tie_embeddings=False,
     logit_bias=True, norm_order="sandwich",
 )  # fmt: skip
 
@@ -1080,6 +1085,7 @@ EMBED = {
 }  # fmt: skip
 ATTENTION = {
     "query/kernel": (26, 4, 6), "query/bias": (4, 6), "key/kernel": (26, 2, 6), "key/bias": (2, 6),
+    "gate/kernel": (26, 4, 5), "gate/bias": (4, 5),
     "value/kernel": (26, 2, 5), "value/bias": (2, 5), "out/kernel": (4, 5, 26), "out/bias": (26,),
     "query_scale": (6,), "key_scale": (6,), "sinks": (4,),
 }  # fmt: skip

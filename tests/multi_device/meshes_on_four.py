@@ -56,7 +56,7 @@ MODELS = {
     "learned": replace(SMALL, tie_embeddings=False),
     "rope": replace(
         SMALL, positions="rope", num_kv_heads=2, glu=True, norm="rmsnorm", tie_embeddings=False,
-        qk_norm=True, attention_sinks=True, logit_bias=True, scan_layers=True,
+        qk_norm=True, attention_sinks=True, attention_gate=True, logit_bias=True, scan_layers=True,
     ),
     "shaw": replace(SMALL, positions="shaw", implementation="xla"),
     "t5": replace(SMALL, num_layers=1, positions="t5", remat="full", implementation="blockwise"),

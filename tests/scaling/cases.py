@@ -177,7 +177,9 @@ CASES: dict[str, Case] = {
     "norm_order parallel": of_model(norm_order="parallel"),
     "norm_order parallel_shared, no biases": of_model(norm_order="parallel_shared", use_bias=False),
     "norm none": of_model(norm=None),
-    "qk_norm, attention_sinks": of_model(qk_norm=True, attention_sinks=True),
+    "qk_norm, attention_sinks, attention_gate": of_model(
+        qk_norm=True, attention_sinks=True, attention_gate=True
+    ),
     "qk_norm_over own_head, attention_softcap": of_model(
         qk_norm=True, qk_norm_over="own_head", attention_softcap=3.0
     ),

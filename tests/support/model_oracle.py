@@ -334,6 +334,8 @@ def _attention(
             out[i, n] = weights[n, i, seen] @ np.stack(values)
     if record is not None:
         record.append(weights)
+    if config.attention_gate:
+        out = out / (1 + np.exp(-_affine(x, p["gate"])))
     return _affine(out, p["out"])
 
 

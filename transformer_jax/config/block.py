@@ -79,9 +79,9 @@ class CustomBlock:
             fail("block", self, "must override edit or run, not both")
         if model.kind == "encoder-decoder":
             fail("block", self, "needs kind 'decoder' or 'encoder'")
-        if self.is_whole and (model.experts is not None or model.qk_norm):
-            name = "qk_norm" if model.experts is None else "experts"
-            fail(name, getattr(model, name), "is not used by a custom block with `run`")
+        for name in ("experts", "qk_norm", "attention_gate") if self.is_whole else ():
+            if getattr(model, name):
+                fail(name, getattr(model, name), "is not used by a custom block with `run`")
 
 
 CustomBlock.custom_kind_of = CustomBlock

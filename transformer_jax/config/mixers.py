@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from transformer_jax.config.fields import Size, check_types, fail
+from transformer_jax.config.fields import Positive, Size, check_types, fail
 from transformer_jax.config.keywords import config_class
 
 Mixer = Literal["attention", "gated_delta"]
@@ -28,6 +28,13 @@ class GatedDelta:
     """Width of each value head."""
     conv_width: Size = 4
     """Number of tokens in the window of the short convolution (W)."""
+    negative_eigenvalues: bool = False
+    """Let beta range from 0 to 2 instead of 1, so that a write can reverse the sign of the value
+    that the state has for a key (OLMo Hybrid)."""
+    norm_eps: Positive | None = None
+    """Epsilon of the norm of the heads. None uses the model's norm_eps."""
+    norm_order: Literal["pre", "sandwich", "output"] | None = None
+    """Placement of the norms in these layers. None uses the model's norm_order."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -169,6 +169,9 @@ class ModelConfig(AnyModelConfig):
     """Softcap c of the attention scores: c tanh(scores / c). None disables it."""
     attention_sinks: bool = False
     """Add one learned logit per head to the denominator of the softmax."""
+    attention_gate: bool = False
+    """Multiply the heads of attention by sigmoid(x W_gate), one number per head and channel
+    (Qwen3-Next)."""
     attention_scale: Factor | None = None
     """Scale of q k^T. None uses head_dim^-0.5."""
 
@@ -277,6 +280,10 @@ class ModelConfig(AnyModelConfig):
             unread(self, "needs gated_delta in mixers", "gated_delta")
         elif self.gated_delta is None:
             fail("gated_delta", None, "must be set, because mixers contains gated_delta")
+        elif self.gated_delta.norm_order is not None:
+            if self.norm is None or self.norm_order not in ("pre", "sandwich", "output"):
+                rule = "needs a norm and norm_order 'pre', 'sandwich' or 'output'"
+                fail("gated_delta.norm_order", self.gated_delta.norm_order, rule)
         if self.head_dim is None and self.d_model % self.num_heads:
             fail("num_heads", self.num_heads, f"must divide d_model {self.d_model}")
         if self.num_heads % self.kv_heads:
@@ -421,6 +428,11 @@ class ModelConfig(AnyModelConfig):
     def mixer(self, i: int) -> Mixer:
         """Return the mixer of layer i."""
         return "attention" if self.mixers is None else self.mixers[i % len(self.mixers)]
+
+    def norm_order_in(self, i: int) -> NormOrder:
+        """Return the placement of the norms in layer i."""
+        own = self.gated_delta.norm_order if self.gated_delta is not None else None
+        return self.norm_order if own is None or self.mixer(i) != "gated_delta" else own
 
     @cached_property
     def has_state(self) -> bool:

@@ -74,7 +74,8 @@ def circuits(
 
     Raises:
         ValueError: if the model does not have the branch, if `count` is not in 1..min(D, H), if the
-            queries are normalized (`qk_norm`), or if there is no norm to fold in.
+            queries are normalized (`qk_norm`), if heads are multiplied by a gate
+            (`attention_gate`), or if there is no norm to fold in.
     """
     check_model("circuits", model, {})
     cfg = model.config
@@ -90,6 +91,10 @@ def circuits(
     if circuit == "qk" and cfg.qk_norm:
         raise ValueError(
             "circuit is 'qk', which is not linear in the stream, because qk_norm is True"
+        )
+    if circuit == "ov" and cfg.attention_gate:
+        raise ValueError(
+            "circuit is 'ov', which is not linear in the stream, because attention_gate is True"
         )
     if fold_norm and (cfg.norm is None or cfg.norm_order in ("post", "output")):
         rule = f"norm is {cfg.norm!r}, norm_order is {cfg.norm_order!r}"

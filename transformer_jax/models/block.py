@@ -125,7 +125,8 @@ class Attention(Module):
     """Self- or cross-attention with multi-head, grouped-query or multi-query heads.
 
     out = W_o concat_n softmax(scale q_n k_g^T + bias) v_g, with key head g = n // G for query head
-    n (Vaswani et al. 2017, section 3.2; Ainslie et al. 2023).
+    n (Vaswani et al. 2017, section 3.2; Ainslie et al. 2023). With `attention_gate`, each head is
+    multiplied by sigmoid(W_gate x)_n.
     """
 
     config: ModelConfig
@@ -143,6 +144,8 @@ class Attention(Module):
         self.query = Linear(cfg, (cfg.num_heads, cfg.key_dim), use_bias=qkv_bias)
         self.key = Linear(cfg, (cfg.kv_heads, cfg.key_dim), use_bias=qkv_bias)
         self.value = Linear(cfg, (cfg.kv_heads, cfg.value_dim), use_bias=qkv_bias)
+        if cfg.attention_gate:
+            self.gate = Linear(cfg, (cfg.num_heads, cfg.value_dim), use_bias=qkv_bias)
         self.out = Linear(
             cfg, (cfg.d_model,), 2, use_bias=cfg.out_bias, std=branch_std(cfg, self.depth)
         )
@@ -277,6 +280,9 @@ class Attention(Module):
             # "attention" recomputes only the scores: queries, keys and values are saved
             attend = jax.checkpoint(self._attend) if cfg.remat == "attention" else self._attend
             out = attend(heads, dropout_key)
+        if cfg.attention_gate:
+            gate = visit(f"{branch}/gate", jax.nn.sigmoid(self.gate(x, dropout_key)))
+            out = by_compiler(jnp.multiply, [out, gate], split(out))
         out = visit(f"{branch}/heads", out)
         if projected is None:
             out = visit(f"{branch}/output", self.out(out, dropout_key))
@@ -526,14 +532,17 @@ class Block(Module):
         if cfg.ff_dim:
             feed_forward = FeedForward if cfg.experts is None else ExpertFeedForward
             self.feed_forward = feed_forward(cfg, self.depth)
-        if cfg.norm_order == "parallel_shared":
+        self.order = order = (
+            cfg.norm_order if self.number is None else cfg.norm_order_in(self.number)
+        )
+        if order == "parallel_shared":
             # in GPT-J and Cohere, the branches share one norm
             self.norm = dict.fromkeys(branches, Norm(cfg, name="norm"))
-        elif cfg.norm_order != "output":
+        elif order != "output":
             # in ModernBERT, the norm of the embedding replaces the first norm of block 0
             skipped = [] if cfg.first_norm or self.number != 0 else ["attention"]
             self.norm = {name: Norm(cfg) for name in branches if name not in skipped}
-        if cfg.norm_order in ("sandwich", "output"):
+        if order in ("sandwich", "output"):
             self.out_norm = {name: Norm(cfg) for name in branches}
         refuse_surplus(self)
 
@@ -584,7 +593,7 @@ class Block(Module):
             if branch == "feed_forward" and not cfg.is_parallel:
                 x = visit("residual_mid", x)
             read = before if cfg.is_parallel else x
-            after = cfg.norm_order in ("post", "output") or branch not in self.norm
+            after = self.order in ("post", "output") or branch not in self.norm
             y = read if after else self.norm[branch](read)
             y = visit(f"{branch}/input", y)
             if branch == "attention":
@@ -606,12 +615,12 @@ class Block(Module):
                 )
             else:
                 y = self.feed_forward(y, keys[4], visit)
-            if cfg.norm_order in ("sandwich", "output"):
+            if self.order in ("sandwich", "output"):
                 y = self.out_norm[branch](y)
             # Granite scales the output of each branch
             y = y if cfg.residual_scale is None else y * cfg.residual_scale
             x = x + dropout(y, cfg.dropout, drop.get(branch, keys[0]))
-            if cfg.norm_order == "post":
+            if self.order == "post":
                 x = self.norm[branch](x)
         return visit("residual", x), cache, visit.captured
 

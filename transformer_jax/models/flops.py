@@ -119,8 +119,8 @@ def training_flops(
                 inside = any(x.startswith(tuple(f"{module}/{n}" for n in names)) for x in trained)
                 return 1.0 if inside or depends(f"{module}/query/kernel") else 0.0
 
-            state = varies("key", "value", "beta", "decay", "conv")
-            factors = 2 * state if at.endswith("/write") else state + varies("query", "conv")
+            state = varies("key", "value", "beta", "decay")
+            factors = 2 * state if at.endswith("/write") else state + varies("query")
             total += flops * (1 + factors)
             continue
         table = "embed/tokens" if config.tie_embeddings else "embed/output"
@@ -173,7 +173,8 @@ def _place(name: str, config: ModelConfig) -> _Place:
         shared = config.norm_order == "parallel_shared"
         return (block, "" if shared else branch, 9 if after else 0)
     first = {"query", "key", "value", "up", "gate", "router", "shared_gate"}
-    first |= {"beta", "decay", "conv", "decay_rate", "decay_bias", "head_scale"}
+    first |= {"query_conv", "key_conv", "value_conv"}
+    first |= {"beta", "decay", "decay_rate", "decay_bias", "head_scale"}
     return (block, branch, 1 if first & {*rest} else 2)
 
 

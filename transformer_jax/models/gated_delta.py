@@ -31,7 +31,8 @@ class GatedDeltaNet(Module):
     """Gated delta rule with a short convolution and a gated norm (Yang et al. 2024, section 3.4).
 
         q, k, v = silu(conv(W_q x, W_k x, W_v x));  q, k = q / |q|, k / |k|
-        beta = sigmoid(W_b x);  decay = -exp(decay_rate) softplus(W_a x + decay_bias)
+        beta = sigmoid(W_b x) (2 sigmoid(W_b x) with `negative_eigenvalues`)
+        decay = -exp(decay_rate) softplus(W_a x + decay_bias)
         out = W_o (norm(gated_delta_rule(q, k, v, decay, beta)) silu(W_z x))
 
     The parameters are named query, key, value (W_q, W_k, W_v), beta (W_b), decay (W_a), gate (W_z)
@@ -53,7 +54,12 @@ class GatedDeltaNet(Module):
         self.out = linear((cfg.d_model,), 2, std=branch_std(cfg, self.depth))
         # a window of W tokens keeps the variance of its inputs
         fan_in = nn.initializers.normal(sizes.conv_width**-0.5)
-        self.conv = parameter(self, "conv", fan_in, (sizes.conv_width, sizes.channels))
+        for name, width in (
+            ("query_conv", heads * sizes.key_dim),
+            ("key_conv", heads * sizes.key_dim),
+            ("value_conv", values * sizes.value_dim),
+        ):
+            setattr(self, name, parameter(self, name, fan_in, (sizes.conv_width, width)))
         self.decay_rate = parameter(self, "decay_rate", _decay_rates, (values,))
         self.decay_bias = parameter(self, "decay_bias", _decay_biases, (values,))
         ones = nn.initializers.ones
@@ -80,7 +86,7 @@ class GatedDeltaNet(Module):
         rows, length, _ = split(x)
         mixed, tail = causal_conv(
             by_compiler(_joined, projected, PartitionSpec(rows, length)),
-            self.conv,
+            jnp.concatenate([self.query_conv, self.key_conv, self.value_conv], axis=1),
             initial_state=None if cache is None else cache.tail,
             return_state=True,
             **tokens,
@@ -88,6 +94,7 @@ class GatedDeltaNet(Module):
         separate = partial(_separated, shapes=[y.shape for y in projected])
         q, k, v = by_compiler(separate, [mixed], tuple(map(split, projected)))
         beta = jax.nn.sigmoid(self.beta(x, dropout_key).astype(F32))
+        beta = 2 * beta if sizes.negative_eigenvalues else beta
         steps = self.decay(x, dropout_key)
         decay = by_compiler(_decays, [steps, self.decay_bias, self.decay_rate], split(steps))
         named: Any = dict(query=q, key=k, value=v, decay=decay, beta=beta)
@@ -97,7 +104,8 @@ class GatedDeltaNet(Module):
         mix = jax.checkpoint(mix) if cfg.remat == "attention" else mix
         heads, state = mix(**named, initial_state=None if cache is None else cache.state, **tokens)
         visit("gated_delta/state", state)
-        heads = norm(heads, self.head_scale.astype(F32), None, cfg.norm_eps, centred=False)
+        eps = cfg.norm_eps if sizes.norm_eps is None else sizes.norm_eps
+        heads = norm(heads, self.head_scale.astype(F32), None, eps, centred=False)
         gate = lambda heads, z: heads * jax.nn.silu(z.astype(F32))  # noqa: E731
         heads = by_compiler(gate, [heads, self.gate(x, dropout_key)], split(heads))
         heads = visit("gated_delta/heads", heads.astype(x.dtype))

@@ -56,6 +56,7 @@ _FIELDS = {
     "shaw_key": "positions", "shaw_value": "positions", "source_tokens": "source_vocab_size",
     "types": "type_vocab_size",
     "query_scale": "qk_norm", "key_scale": "qk_norm", "sinks": "attention_sinks",
+    "attention/gate": "attention_gate", "cross_attention/gate": "attention_gate",
     "classifier": "num_classes", "pooler": "pooler", "head_dense": "masked_token_head",
     "head_norm": "masked_token_head", "cross_attention": "kind", "encoder": "kind",
     "gated_delta": "mixers", "norm_gated_delta": "mixers", "attention": "mixers",

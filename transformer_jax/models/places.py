@@ -78,6 +78,7 @@ def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
         .../weights          attention after the softmax, before dropout: a row sums to 1, to less
                              with `attention_sinks`, and to 0 if it sees nothing
         .../key_positions    positions of the keys, negative for empty slots; cannot be edited
+        .../gate             the sigmoid that multiplies the heads, with `attention_gate`
         .../heads            the output of each head, before the output matrix
         .../decay, beta      of a gated_delta layer, per head: the logarithm of the factor for the
                              state, and the strength of the write
@@ -129,6 +130,8 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
     N, K, H, Hv = config.num_heads, config.kv_heads, config.key_dim, config.value_dim
     stream: Shape = ("B", "T", config.d_model)
 
+    gate: dict[str, Shape] = {"gate": ("B", "T", N, Hv)} if config.attention_gate else {}
+
     def attention(S: str) -> dict[str, Shape]:
         return {
             "input": stream,
@@ -137,6 +140,7 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
             "value": ("B", S, K, Hv),
             "weights": ("B", N, "T", "S"),
             "key_positions": ("B", "S"),
+            **gate,
             "heads": ("B", "T", N, Hv),
             "output": stream,
         }

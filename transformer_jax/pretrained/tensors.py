@@ -35,27 +35,30 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of every parameter of a looped model, keyed by path.
 
-    No memory is allocated for parameters. Only one block per stack is traced, because all blocks
-    have the same parameters, except that the first block may lack a norm.
+    No memory is allocated for parameters. Only one block per stack and mixer is traced, because
+    such blocks have the same parameters, except that the first block may lack a norm.
     """
+    kinds = list(dict.fromkeys(config.mixer(i) for i in range(config.num_layers)))
     # Remove patterns over layers, which do not fit a one-layer model and do not affect shapes.
     positions = config.positions
     if isinstance(positions, Rope):
         positions = dataclasses.replace(positions, window_base=None, pattern=None)
     one = dataclasses.replace(
-        config, num_layers=1, num_decoder_layers=None, scan_layers=False, first_norm=True,
-        window=None, positions=positions, sink_tokens=0,
+        config, num_layers=len(kinds), mixers=None if config.mixers is None else tuple(kinds),
+        num_decoder_layers=None, scan_layers=False, first_norm=True, window=None,
+        positions=positions, sink_tokens=0,
     )  # fmt: skip
     tree = jax.eval_shape(partial(init_params, one), jax.random.key(0))
     found: dict[str, jax.ShapeDtypeStruct] = {}
     for path, shape in flatten_dict(tree, sep="/").items():
-        depth = 1
-        if "/block_0/" in path:
-            depth = config.decoder_layers if path.startswith("decoder/") else config.num_layers
-            depth = 1 if config.share_layers else depth
-        lacking = not config.first_norm and "/block_0/norm_attention/" in path
-        for i in range(lacking, depth):
-            found[path.replace("/block_0/", f"/block_{i}/")] = shape
+        if (block := scanned_path(path)) is None:
+            found[path] = shape
+            continue
+        depth = config.decoder_layers if path.startswith("decoder/") else config.num_layers
+        lacking = not config.first_norm and "/norm_attention/" in path
+        for i in range(lacking, 1 if config.share_layers else depth):
+            if config.mixer(i) == kinds[block[1]]:
+                found[block[0].replace("/blocks/", f"/block_{i}/")] = shape
     return found
 
 

@@ -80,7 +80,7 @@ def parameter_spec(
     if names[-1] == "kernel":
         matrix, _ = kernel_axes(names, len(shape))
         kernel = _KERNELS.get(module, ())
-        if "gated_delta" in names and module in ("gate", "beta", "decay"):
+        if "feed_forward" not in names and module in ("gate", "beta", "decay"):
             kernel = _KERNELS["value"][: len(shape) - matrix]
         wanted = ("expert",) * (matrix - first) + kernel
     elif names[-1] == "bias" and module != "embed":

@@ -32,7 +32,7 @@ CONFIGS = {
     "gated, grouped, rotary": dict(
         norm="rmsnorm", glu=True, num_heads=6, num_kv_heads=2, head_dim=14, value_head_dim=5,
         positions="rope", window=(13, None), tie_embeddings=False, qk_norm=True,
-        attention_sinks=True, logit_bias=True, logit_softcap=17.0, d_model=23,
+        attention_sinks=True, logit_bias=True, logit_softcap=17.0, d_model=23, attention_gate=True,
     ),
     "sandwich, scanned": dict(norm_order="sandwich", positions="alibi", scan_layers=True),
     "scales": dict(embedding_scale=12.5, residual_scale=0.25),

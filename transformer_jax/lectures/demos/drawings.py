@@ -82,6 +82,8 @@ def attention_box(config: ModelConfig, stack: str, cross: bool = False) -> Box:
         lines.append(f"query_scale {scales[0]} · key_scale {scales[1]}")
     if config.attention_sinks:
         lines.append(f"sinks {n}")
+    if config.attention_gate:
+        lines.append(f"gate {n} × {v}")
     if not cross and config.positions is not None:
         if isinstance(config.positions, Shaw):
             rows = 2 * config.positions.max_distance + 1
