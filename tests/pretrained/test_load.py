@@ -251,6 +251,11 @@ COHERE = SMALL_LLAMA | dict(
 BARE = dict(qkv_bias=False, out_bias=False, ff_bias=False)
 EIGHT = dict(num_heads=8, num_kv_heads=8, head_dim=2)
 NO_DEFAULT = dict(num_attention_heads=8, num_key_value_heads=..., head_dim=2)
+WIDE_HEADS = NO_DEFAULT | dict(head_dim=...)
+GLM = dict(
+    num_kv_heads=2, head_dim=128, norm_eps=1.5625e-7, qkv_bias=True,
+    positions=Rope(dims=64, pairing="interleaved"),
+)  # fmt: skip
 SMALL_QWEN = SMALL_LLAMA | dict(num_layers=30, num_heads=64, num_kv_heads=32)
 QWEN_LEFT_OUT = NO_DEFAULT | dict(num_hidden_layers=30, num_attention_heads=64, head_dim=...)
 QWEN_WINDOWS = (None,) * 28 + (4096,) * 2
@@ -311,6 +316,23 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
     "olmo3": (small(model_type="olmo3", **NO_DEFAULT | dict(num_hidden_layers=8)), (), SMALL_LLAMA
         | EIGHT | OLMO | dict(norm_eps=1e-5, num_layers=8, window=(4096,) * 3 + (None,),
         positions=Rope(base=5e5))),
+    "glm": (small(model_type="glm", **WIDE_HEADS), (), SMALL_LLAMA | GLM),
+    "glm4": (small(model_type="glm4", **WIDE_HEADS), (), SMALL_LLAMA | GLM
+        | dict(norm_order="sandwich")),
+    "ernie4_5": (small(model_type="ernie4_5", **WIDE_HEADS), (), SMALL_LLAMA | dict(num_kv_heads=2,
+        head_dim=128, norm_eps=1e-5, tie_embeddings=True,
+        positions=Rope(base=5e5, pairing="interleaved"))),
+    "seed_oss": (small(model_type="seed_oss", **WIDE_HEADS), (), SMALL_LLAMA | dict(num_kv_heads=8,
+        head_dim=128, qkv_bias=True, dropout=0.1, attention_dropout=0.1)),
+    "helium": (small(model_type="helium", **WIDE_HEADS | dict(hidden_size=2560,
+        num_attention_heads=20)), (), SMALL_LLAMA | dict(d_model=2560, num_heads=20,
+        num_kv_heads=20, head_dim=128, norm_eps=1e-8,
+        positions=Rope(base=1e5, pairing="interleaved"))),
+    "exaone4": (small(model_type="exaone4", hidden_size=64, num_attention_heads=32,
+        num_hidden_layers=5, num_key_value_heads=...), (), SMALL_LLAMA | dict(d_model=64,
+        num_layers=5, num_heads=32, num_kv_heads=32, norm_eps=1e-5, norm_order="output",
+        qk_norm=True, window=(4096,) * 3 + (None,),
+        positions=Rope(pattern=(True, True, True, False)))),
     "gpt_neox": (dict(model_type="gpt_neox"), (), NEOX | dict(vocab_size=50432, d_model=6144,
         d_ff=24576, num_layers=44, num_heads=64, positions=Rope(dims=24))),
     "gptj": (dict(model_type="gptj"), (), GPTJ),

@@ -16,6 +16,7 @@ LLAMA = dict(
 SIZES = {
     "gpt_oss": LLAMA | dict(rope_scaling=dict(rope_type="default")),
     "cohere": LLAMA | dict(rope_theta=1e4), "cohere2": LLAMA | dict(rope_theta=1e4),
+    "helium": LLAMA | dict(head_dim=16),
 }  # fmt: skip
 """Required keys per family; other families have defaults, or need only those of Llama."""
 DEFAULTED = (

@@ -257,6 +257,39 @@ CASES = {
         "Olmo3", num_hidden_layers=3, head_dim=6, sliding_window=WINDOW, layer_types=PATTERN,
         rope_parameters=dict(sliding_attention=NEAR, full_attention=FAR),
     ),
+    "glm": case("Glm", pad_token_id=0, head_dim=8),
+    "glm, no biases": case(
+        "Glm", pad_token_id=0, num_key_value_heads=1, head_dim=12, attention_bias=False,
+        tie_word_embeddings=True, rms_norm_eps=1e-2,
+        rope_parameters=YARN | dict(partial_rotary_factor=1 / 3),
+    ),
+    "glm4": case("Glm4", pad_token_id=0, head_dim=12, num_hidden_layers=3),
+    "glm4, whole heads": case(
+        "Glm4", pad_token_id=0, head_dim=8, attention_bias=False, tie_word_embeddings=True,
+        hidden_act="relu",
+        rope_parameters=FAR | dict(partial_rotary_factor=1.0),
+    ),
+    "ernie": case("Ernie4_5", head_dim=8),
+    "ernie, biases": case(
+        "Ernie4_5", head_dim=None, use_bias=True, tie_word_embeddings=False, rms_norm_eps=1e-2,
+        rope_parameters=YARN,
+    ),
+    "seed": case("SeedOss", head_dim=12),
+    "seed, other biases": case(
+        "SeedOss", head_dim=None, attention_bias=False, attention_out_bias=True, mlp_bias=True,
+        tie_word_embeddings=True, rope_parameters=FAR,
+    ),
+    "helium": case("Helium", pad_token_id=0, head_dim=8),
+    "helium, biases": case(
+        "Helium", pad_token_id=0, hidden_size=48, head_dim=12, attention_bias=True, mlp_bias=True,
+        tie_word_embeddings=True, rope_parameters=FAR,
+    ),
+    "exaone4": case("Exaone4", num_hidden_layers=4, sliding_window=WINDOW),
+    "exaone4, no window": case(
+        "Exaone4", sliding_window=None, layer_types=2 * PATTERN[2:], rms_norm_eps=1e-2,
+        tie_word_embeddings=True, rope_parameters=YARN,
+    ),
+    "exaone4, no rotation": case("Exaone4", head_dim=12, sliding_window_pattern=1),
     "starcoder2": case("Starcoder2", sliding_window=WINDOW),
     "starcoder2, no biases": case(
         "Starcoder2", num_key_value_heads=1, use_bias=False, tie_word_embeddings=False,
@@ -342,14 +375,14 @@ def often(names: Any, seldom: Any) -> list[Any]:
 
 SLOW = (
     "granite", "smollm3", "cohere", "falcon", "neox", "gptj", "phi", "olmo", "starcoder2",
-    "stablelm", "opt", "bloom",
+    "stablelm", "opt", "bloom", "glm", "ernie", "seed", "helium", "exaone4",
 )  # fmt: skip
 
 
 ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"
 ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
 ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "falcon", "starcoder2", "stablelm"
-ONE_OF_EACH += "opt", "bloom"
+ONE_OF_EACH += "opt", "bloom", "glm", "glm4", "ernie", "seed", "helium", "exaone4"
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss"
 """In memory, transformers has one tensor for all experts of a block, so their gradients are
 compared only with formulas (tests/models/test_experts.py)."""
@@ -398,7 +431,8 @@ def assert_same_views(captured: dict[str, Any], want: Any, real: np.ndarray) -> 
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in CASES if not n.startswith(("gpt2", "gptj", "opt", "bloom"))]
+    "name",
+    [n for n in CASES if not n.startswith(("gpt2", "gptj", "opt", "bloom", "exaone4, no r"))],
 )
 def test_rope_frequencies_match_transformers(name, folders):
     """Compares the frequencies that `transformers` uses for 600 tokens."""

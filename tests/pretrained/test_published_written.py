@@ -52,6 +52,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "gemma": LLAMA | dict(head_dim=8),
     "qwen3": LLAMA | dict(head_dim=8),
     "olmo3": LLAMA | dict(sliding_window=7, rope_theta=500_000.0),
+    **dict.fromkeys(("glm", "glm4", "ernie4_5", "seed_oss", "helium"), LLAMA | dict(head_dim=8)),
+    "exaone4": LLAMA | dict(sliding_window=7, sliding_window_pattern=2),
     "cohere": LLAMA | dict(rope_theta=1e4, logit_scale=1.0),
     "cohere2": LLAMA | dict(rope_theta=1e4, logit_scale=1.0, sliding_window=7),
     "gpt_neox": BERT | dict(rotary_pct=0.5),
@@ -150,6 +152,8 @@ def test_transformers_loads_saved_folder(family, rng, tmp_path, caplog):
     ids = {name: value for name, value in vars(read).items() if name.endswith("_token_id")}
     if family == "marian":  # its class requires a number here, and its generate then fails
         assert ids.pop("decoder_start_token_id") == 58100
+    if family in ("glm", "glm4"):  # their classes replace null, by tokens that are never generated
+        assert ids.pop("eos_token_id") == [151329, 151336, 151338]
     assert all(value is None or value < VOCAB for value in ids.values()), ids
 
 
@@ -265,6 +269,20 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "mistral": [dict(window=None), dict(window=(None, 5), head_dim=12)],
     "mixtral": [dict(window=5), dict(head_dim=12)],
     "gpt_oss": [dict(glu_limit=0.5)],
+    "glm": [dict(positions=Rope()), dict(positions=Rope(dims=6, pairing="interleaved")),
+        dict(positions=Rope(dims=4, pairing="interleaved", **STRETCHED)), dict(out_bias=True),
+        dict(qkv_bias=None), dict(head_dim=12), dict(norm_eps=0.1)],
+    "glm4": [dict(norm_order="output"), dict(positions=Rope(pairing="interleaved"))],
+    "ernie4_5": [dict(use_bias=True), dict(qkv_bias=True), dict(head_dim=12),
+        dict(positions=Rope(dims=4, pairing="interleaved")), dict(tie_embeddings=False),
+        dict(positions=Rope(base=100.0, pairing="interleaved", **STRETCHED))],
+    "seed_oss": [dict(qkv_bias=None), dict(out_bias=True), dict(ff_bias=True, head_dim=12),
+        dict(positions=Rope(dims=4)), dict(use_bias=True)],
+    "helium": [dict(qkv_bias=True), dict(out_bias=True), dict(ff_bias=True), dict(head_dim=12),
+        dict(positions=Rope(dims=4, pairing="interleaved")), dict(tie_embeddings=True)],
+    "exaone4": [dict(window=None), dict(window=7), dict(positions=None, window=None),
+        dict(positions=Rope()), dict(positions=None), dict(head_dim=12), dict(window=(None, 7)),
+        dict(window=None, positions=Rope(**STRETCHED)), dict(qk_norm=False), dict(qkv_bias=True)],
     "olmo3": [dict(window=None), dict(positions=Rope(base=500_000.0, **STRETCHED))],
     "roberta": [dict(positions=Learned(offset=5))],
     "mpnet": [dict(norm_eps=0.1)],

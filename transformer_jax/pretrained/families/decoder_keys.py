@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
 
 from transformer_jax.config import ModelConfig, Rope, RopeScaling
 from transformer_jax.pretrained.families import keys as k
@@ -237,15 +239,19 @@ def rotated_part(dims: int, head_dim: int) -> float:
     return part if int(head_dim * part) == dims else math.nextafter(part, 1.0)
 
 
-def rope(default: float = 10_000.0, part: float = 1.0) -> k.Code:
-    """List the RoPE keys. The arguments are default values, as in `read_rope`.
+def rope(
+    default: float = 10_000.0,
+    part: float = 1.0,
+    pairing: Literal["half", "interleaved"] = "half",
+) -> k.Code:
+    """List the RoPE keys. `default` and `part` are default values, as in `read_rope`.
 
     This entry must come after the sizes, because a scaling may change max_len.
     """
 
     def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         positions = read_rope(keys, fields, default=default, part=part)
-        return dict(positions=positions, max_len=fields["max_len"])
+        return dict(positions=replace(positions, pairing=pairing), max_len=fields["max_len"])
 
     return k.Code(read, write_rope)
 
@@ -313,6 +319,14 @@ def windows(has_window: Callable[[int], bool], width: int | None = 4096) -> k.Co
         return keys if keys["sliding_window"] is not None else keys | dict(sliding_window=width)
 
     return k.Code(read, write)
+
+
+def rotated_in_windows(types: list[str], positions: Rope) -> k.Fields:
+    """Return the positions of a model in which only layers with a window rotate."""
+    pattern = shortest([kind == "sliding_attention" for kind in types])
+    if pattern == (False,):
+        return dict(positions=None)
+    return dict(positions=replace(positions, pattern=None if pattern == (True,) else pattern))
 
 
 def write_windows(config: ModelConfig) -> JsonObject:

@@ -307,13 +307,11 @@ GEMMA3 = llama_family(
 
 def _phi3_table(config: ModelConfig) -> list[t.TensorMapping]:
     """Return Llama's table with one tensor for query, key and value and one for gate and up."""
-    q, k, F = config.num_heads * config.key_dim, config.kv_heads * config.key_dim, config.ff_dim
+    q, k = config.num_heads * config.key_dim, config.kv_heads * config.key_dim
     heads = {"attention/query": q, "attention/key": k, "attention/value": k}
-    hidden, block = {"feed_forward/gate": F, "feed_forward/up": F}, "model.layers.{i}"
-    down = t.linear("feed_forward/down", f"{block}.mlp.down_proj", bias=False)
-    feed_forward = t.fused(f"{block}.mlp.gate_up_proj", 1, hidden, bias=False) + down
+    block = "model.layers.{i}"
     qkv = t.fused(f"{block}.self_attn.qkv_proj", 1, heads, bias=False)
-    return llama_table(config, feed_forward, qkv)
+    return llama_table(config, t.named(config, block, t.joint_gate_names("mlp")), qkv)
 
 
 def _read_phi3(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:

@@ -18,7 +18,7 @@ ALL_FULL = ("full_attention",)
 _DECODERS = (
     "gpt2 llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite smollm3 olmo2 olmo3 "
     "gpt_neox gptj phi cohere cohere2 starcoder2 stablelm opt bloom falcon mixtral olmoe qwen2_moe "
-    "qwen3_moe gpt_oss"
+    "qwen3_moe gpt_oss glm glm4 ernie4_5 seed_oss helium exaone4"
 )
 _BERTS = "bert roberta xlm-roberta camembert mpnet electra albert nomic_bert"
 _SEQ2SEQ = "bart mbart pegasus m2m_100 marian"
@@ -124,7 +124,7 @@ OTHER_KEYS = (
     ),
     OtherKeys(
         "Megatron's split of the matrices in pretraining, which only changes the summation order.",
-        "llama mistral granite cohere cohere2", fixed=dict(pretraining_tp=[1, None]),
+        "llama mistral granite cohere cohere2 seed_oss", fixed=dict(pretraining_tp=[1, None]),
     ),
     OtherKeys(
         "Transformers reads neither.", "smollm3", ignored="pretraining_tp max_window_layers"

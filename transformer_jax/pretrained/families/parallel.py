@@ -6,7 +6,6 @@ These are GPT-NeoX and Pythia (Black et al. 2022, Biderman et al. 2023), GPT-J (
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from transformer_jax.config import ModelConfig, Rope
@@ -155,8 +154,7 @@ PHI = t.Family(
 def _read_cohere_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     if keys.take("rope_parameters", None) is None:
         keys.take("rope_theta")  # its default differs between versions of transformers
-    positions = replace(d.read_rope(keys, fields), pairing="interleaved")
-    return dict(positions=positions, max_len=fields["max_len"])
+    return d.rope(pairing="interleaved").read(keys, fields)
 
 
 _COHERE: list[k.Entry] = [
@@ -175,12 +173,7 @@ def _read_cohere2(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     types = d.types_or(keys, fields["num_layers"], d.every(every))
     keys.ignore("_sliding_window_pattern")  # layer_types is derived from it
     window = d.window_pattern(types, keys.integer("sliding_window", 4096))
-    # In Cohere 2, only the layers with a window rotate queries and keys.
-    pattern = d.shortest([kind == "sliding_attention" for kind in types])
-    if pattern == (False,):
-        return dict(positions=None)
-    turned = replace(fields["positions"], pattern=None if pattern == (True,) else pattern)
-    return dict(positions=turned, window=window)
+    return d.rotated_in_windows(types, fields["positions"]) | dict(window=window)
 
 
 _COHERE_NAMES = {

@@ -199,11 +199,20 @@ def gated_names(module: str) -> dict[str, str]:
     return {f"feed_forward/{name}": f"{module}.{name}_proj" for name in ("gate", "up", "down")}
 
 
+def joint_gate_names(module: str) -> dict[str, str]:
+    """Return the names of a gated feed-forward network with one tensor for gate and up."""
+    return {
+        "feed_forward/gate_up": f"{module}.gate_up_proj",
+        "feed_forward/down": f"{module}.down_proj",
+    }
+
+
 def named(config: ModelConfig, module: str, names: Mapping[str, str]) -> list[TensorMapping]:
     """Map the layers of a block by their names in the module, with the biases in the config.
 
     The config also determines whether the branches share one norm or have one norm each.
-    "attention/qkv" is a joint matrix of query, key and value, with a run of rows per key head.
+    "attention/qkv" is a joint matrix of query, key and value, with a run of rows per key head, and
+    "feed_forward/gate_up" is a joint matrix of gate and up, in this order.
     """
     # A bias field may be None, which means the value of `use_bias`.
     qkv_bias, out_bias, ff_bias = (
@@ -225,6 +234,9 @@ def named(config: ModelConfig, module: str, names: Mapping[str, str]) -> list[Te
             found += [TensorMapping(param, f"{tensor}.weight")] if config.qk_norm else []
         elif kind == "qkv":
             found += fused(tensor, config.kv_heads, runs, qkv_bias)
+        elif kind == "gate_up":
+            hidden = dict.fromkeys(("feed_forward/gate", "feed_forward/up"), config.ff_dim)
+            found += fused(tensor, 1, hidden, ff_bias)
         elif kind == "out":
             found += linear(param, tensor, LINEAR_OUT, out_bias)
         else:

@@ -1,0 +1,137 @@
+"""Decoders that differ from Llama in a few keys and names.
+
+These are GLM and GLM-4 (Zeng et al. 2024), ERNIE 4.5 (Baidu 2025), Seed-OSS (ByteDance 2025),
+Helium (Kyutai 2025) and EXAONE 4 (LG AI Research 2025).
+"""
+
+from __future__ import annotations
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.pretrained.families import decoder_keys as d
+from transformer_jax.pretrained.families import keys as k
+from transformer_jax.pretrained.families import table as t
+from transformer_jax.pretrained.families.layernorm import NORMS
+from transformer_jax.pretrained.families.llama import llama_family
+from transformer_jax.untrusted_files import JsonObject
+
+_HEAD_DIM = k.Key("head_dim", "head_dim", k.optional_integer, 128)
+"""Unlike in Qwen 3, null means hidden_size / num_attention_heads."""
+_MLP_BIAS = k.Key("mlp_bias", "ff_bias", k.flag, False, unless="use_bias")
+
+
+def _qkv_bias(default: bool) -> k.Key:
+    return k.Key("attention_bias", "qkv_bias", k.flag, default, unless="use_bias")
+
+
+# GLM and GLM-4
+
+_GLM_NAMES = NORMS | t.attention_names("self_attn", "o_proj") | t.joint_gate_names("mlp")
+_GLM = [
+    *d.gated(2, head_dim=128, eps=1.5625e-7),
+    _qkv_bias(True),
+    k.FixedKeys(partial_rotary_factor=1.0),  # the default is 0.5
+    d.rope(part=0.5, pairing="interleaved"),
+]
+GLM = llama_family(
+    "glm",
+    _GLM,
+    table=t.named_decoder("model.embed_tokens", "model.layers.{i}", _GLM_NAMES, "model.norm"),
+    architecture="GlmForCausalLM",
+    rotates_parts=True,
+)
+_GLM4_NAMES = _GLM_NAMES | {
+    "out_norm_attention": "post_self_attn_layernorm", "out_norm_feed_forward": "post_mlp_layernorm",
+}  # fmt: skip
+GLM4 = llama_family(
+    "glm4",
+    [*_GLM, k.Fixed(norm_order="sandwich")],
+    table=t.named_decoder("model.embed_tokens", "model.layers.{i}", _GLM4_NAMES, "model.norm"),
+    architecture="Glm4ForCausalLM",
+    rotates_parts=True,
+)
+
+
+# ERNIE 4.5, Seed-OSS and Helium
+
+ERNIE = llama_family(
+    "ernie4_5",
+    [
+        *d.gated(2, tied=True, eps=1e-5),
+        _HEAD_DIM,
+        k.Key("use_bias", "use_bias", k.flag, False),
+        d.rope(500_000.0, pairing="interleaved"),
+    ],
+    architecture="Ernie4_5ForCausalLM",
+)
+SEED_OSS = llama_family(
+    "seed_oss",
+    [
+        *d.gated(8),
+        _HEAD_DIM,
+        _qkv_bias(True),
+        k.Key("attention_out_bias", "out_bias", k.flag, False, unless="use_bias"),
+        _MLP_BIAS,
+        k.Key("attention_dropout", "attention_dropout", k.rate, 0.1),
+        k.Key("residual_dropout", "dropout", k.rate, 0.1),
+        d.rope(),
+    ],
+    architecture="SeedOssForCausalLM",
+)
+
+
+def _check_width(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    """Reject a width that does not fit the output projection of Helium, which is square."""
+    if fields["head_dim"] * fields["num_heads"] != fields["d_model"]:
+        rule = f"must be hidden_size / num_attention_heads, {fields['d_model']} / "
+        keys.fail("head_dim", fields["head_dim"], f"{rule}{fields['num_heads']}")
+    return {}
+
+
+HELIUM = llama_family(
+    "helium",
+    [
+        *d.gated(20, head_dim=128, eps=1e-8),
+        k.Code(_check_width),
+        _qkv_bias(False),
+        _MLP_BIAS,
+        d.rope(100_000.0, pairing="interleaved"),
+    ],
+    architecture="HeliumForCausalLM",
+)
+
+
+# EXAONE 4: if there are windows, layers without a window do not rotate
+
+
+def _read_exaone4(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    layers, width = fields["num_layers"], keys.optional_integer("sliding_window", 4096)
+    types = d.layer_types(keys, layers)
+    if types is None:
+        every = 1 if width is None else keys.integer("sliding_window_pattern", 4)
+        types = d.types_or(keys, layers, d.every(every))
+    keys.ignore("sliding_window_pattern")  # layer_types takes precedence
+    if width is not None:
+        window = d.window_pattern(types, width)
+        return d.rotated_in_windows(types, fields["positions"]) | dict(window=window)
+    if "sliding_attention" in types:
+        keys.fail("sliding_window", width, "must be a number, because layer_types has windows")
+    return dict(window=None)
+
+
+def _write_exaone4(config: ModelConfig) -> JsonObject:
+    keys = d.write_windows(config)
+    if config.positions is None and keys["sliding_window"] is None:
+        keys["sliding_window"] = 4096  # any number disables the rotation of layers without a window
+    return keys
+
+
+EXAONE4 = llama_family(
+    "exaone4",
+    [
+        *d.gated(32, eps=1e-5),
+        k.Fixed(norm_order="output", qk_norm=True),
+        d.rope(),
+        k.Code(_read_exaone4, _write_exaone4),
+    ],
+    architecture="Exaone4ForCausalLM",
+)
