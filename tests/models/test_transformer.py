@@ -653,17 +653,21 @@ def assert_gradients_near(got, want, tolerance: float) -> None:
 @pytest.mark.long_except("t5")
 @pytest.mark.parametrize("kind", ["learned", "sinusoidal", "rope", "t5", "alibi"])
 def test_packed_documents_match_separate_rows(kind, rng):
-    """Compare three documents packed in one row with one row per document."""
+    """Compare three documents packed in one row, in two orders, with one row per document."""
     documents, each = 3, 5
     config, params, tokens = random_model(rng, each, documents, num_layers=1, **KINDS[kind])
     weights = rng.standard_normal((documents, each, VOCAB)).astype(np.float32)
     ids = np.repeat(np.array([4, 2, 9], np.int32), each)[None]
     apart, slopes_apart = measure(config, params, tokens, weights, {})
-    packed, slopes = measure(
-        config, params, tokens.reshape(1, -1), weights.reshape(1, -1, VOCAB), dict(segments=ids)
-    )
-    assert_near(np.reshape(packed, apart.shape), apart, INVARIANCE)
-    assert_gradients_near(slopes, slopes_apart, INVARIANCE)
+    tokens, weights = tokens.reshape(1, -1), weights.reshape(1, -1, VOCAB)
+    order = rng.permutation(documents * each).astype(np.int32)
+    for at, more in ((slice(None), {}), (order, dict(positions=order[None]))):
+        inputs = dict(segments=ids) | more
+        packed, slopes = measure(config, params, tokens[:, at], weights[:, at], inputs)
+        found = np.empty_like(packed)
+        found[:, at] = packed
+        assert_near(found.reshape(apart.shape), apart, INVARIANCE)
+        assert_gradients_near(slopes, slopes_apart, INVARIANCE)
 
 
 PADS = [(0, 32), (1, 31), (5, 27), (27, 5), (31, 1), (32, 0)]  # left and right of 5 valid tokens
@@ -958,8 +962,8 @@ def test_contradictory_model_arguments_raise_error(rng):
     for more, message in (
         (dict(positions=ids[:, :2]), r"positions \(2, 2\) and tokens \(2, 3\)"),
         (dict(segments=ids[:1]), r"segments \(1, 3\) and tokens \(2, 3\)"),
-        (dict(segments=ids, positions=ids), "positions cannot be passed with segments: .* start at"
-         " 0; omit positions, or use one row per document"),
+        (dict(segments=ids, positions=ids), "positions are .*: with segments, each row must"
+         " contain 0 to 2, in any order"),
         (dict(segments=ids, cache=init_cache(SMALL, 2, 5)), "segments with a cache"),
         (dict(at=np.zeros((2, 1))), r"at is \w+\[.*\]: must be integers \[2, Q\]"),
         (dict(at=ids[:1]), r"at is \w+\[.*\]: must be integers \[2, Q\]"),

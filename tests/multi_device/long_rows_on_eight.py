@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ from transformer_jax import (
     init_params,
 )
 from transformer_jax.config import Experts, MeshConfig, Rope, TrainConfig
+from transformer_jax.training.batch import Batch, along_context, batch_loss, identity
+from transformer_jax.training.compiled import needs_balance
+from transformer_jax.training.data import IGNORE
 from transformer_jax.training.loop import fit
+from transformer_jax.training.placement import make_placement
 
 SMALL = ModelConfig(
     vocab_size=29, max_len=48, num_layers=2, num_heads=4, d_model=16, positions="rope",
@@ -79,6 +84,51 @@ def compared(name: str, packed: bool) -> dict[str, Any]:
     return dict(error=largest_error(actual, expected), gathered=moved)
 
 
+BALANCED = {
+    "rope": SMALL,
+    "learned": MODELS["learned"],
+    "scanned": replace(SMALL, scan_layers=True, remat="full", implementation="blockwise"),
+    "t5": MODELS["t5"],
+    "experts": MODELS["experts"],
+}
+
+
+def balanced(name: str, layout: str) -> dict[str, Any]:
+    """Compare the loss and gradients of the trainer's order of tokens with one device."""
+    config = BALANCED[name]
+    rng = np.random.default_rng(1)
+    tokens, labels = rng.integers(0, 29, (2, 4, 40), np.int32)
+    labels[:, 5:9] = IGNORE
+    # the first document is padding
+    segments = np.sort(rng.integers(0, 4, (4, 40), np.int32), axis=1)
+    prefix = np.arange(40) < rng.integers(2, 20, (4, 1))
+    fields = dict(
+        plain={}, packed=dict(segments=segments), prefix=dict(prefix=prefix),
+        both=dict(segments=segments, prefix=prefix & (segments > 0)),
+    )[layout]  # fmt: skip
+    batch, params = Batch(tokens, labels, **fields), init_params(config, jax.random.key(0))
+    options: dict[str, Any] = dict(label_smoothing=0.1, chunk=7)
+    one = jax.jit(jax.value_and_grad(batch_loss(config, **options), has_aux=True))
+    expected = one(params, batch, None)
+    mesh = MeshConfig(data=2, context=4)
+    place, train = make_placement(mesh), TrainConfig(model=config, mesh=mesh, batch_size=4)
+    prepare = partial(along_context, identity, 4 if needs_balance(train) else None)
+    loss = batch_loss(config, **options, row_shards=2, length_shards=4)
+    both = jax.jit(jax.value_and_grad(lambda p, b: loss(p, prepare(b), None), has_aux=True))
+    inputs = place.whole(params), place.rows(batch, axis=0)
+    compiled = both.lower(*inputs).compile()
+    actual = compiled(*inputs)
+    found = jax.jit(prepare)(inputs[1]).tokens
+    moved = re.findall(
+        r"(f32\[\d+,\d+,[\d,]+\])\S* (?:all-gather|all-to-all)(?:-start)?\(", compiled.as_text()
+    )
+    return dict(
+        error=largest_error(actual, expected), gathered=moved,
+        first=np.asarray(found.addressable_shards[0].data)[0].tolist(),
+        wanted=tokens[0][[*range(5), *range(35, 40)]].tolist(),
+    )  # fmt: skip
+
+
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 MESHES = dict(one=None, context=MeshConfig(data=2, context=4))
 
@@ -111,7 +161,9 @@ if __name__ == "__main__":
     results: dict[str, Any] = {}
     for name in names:
         model, _, rest = name.partition(", ")
-        if name == "training":
+        if model == "balanced":
+            results[name] = balanced(*rest.split(", "))
+        elif name == "training":
             results[name] = dict(
                 one=losses("one"), context=losses("context"), resumed=losses("context", 12)
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,11 @@ from tests.support.devices import on_devices
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax.attention import zigzag_positions
 from transformer_jax.attention.ring import SplitLengths
+from transformer_jax.config import LoraConfig, MeshConfig, ModelConfig, TrainConfig
+from transformer_jax.config.tasks import MaskedTask
+from transformer_jax.training.compiled import needs_balance
 
+LAYOUTS = "plain", "packed", "prefix", "both"
 SCRIPT = "-m", "tests.multi_device.context_on_eight"
 
 
@@ -142,6 +148,44 @@ def test_models_with_split_tokens_match_one_device(cases):
     for case, found in results.items():
         assert found["error"] <= GRADIENT_F32, (case, found)
         assert found["gathered"] == [] or "experts" in case, (case, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(["rope, plain", "learned, both"], id="some"),
+        pytest.param(
+            [
+                *(f"{model}, {layout}" for model in ("rope", "experts") for layout in LAYOUTS),
+                "learned, plain", "scanned, plain", "scanned, prefix", "t5, packed",
+            ],
+            marks=[pytest.mark.long, pytest.mark.timeout(3600)], id="all",
+        ),
+    ],
+)  # fmt: skip
+def test_training_in_zigzag_order_matches_one_device(cases):
+    """Losses and gradients, with documents and prefixes. A device has both ends of a row."""
+    names = [f"balanced, {case}" for case in cases]
+    results = on_devices(8, "-m", "tests.multi_device.long_rows_on_eight", *names, optimise=False)
+    for case, found in results.items():
+        assert found["first"] == found["wanted"], case
+        assert found["error"] <= GRADIENT_F32, (case, found)
+        assert found["gathered"] == [] or "experts" in case, (case, found)
+
+
+def test_only_causal_rows_without_dropout_are_put_in_zigzag_order():
+    config = TrainConfig(model=ModelConfig(), mesh=MeshConfig(context=2), context=8)
+    assert needs_balance(config)
+    for change in (
+        dict(window=5), dict(window=(5, None)), dict(dropout=0.1), dict(attention_dropout=0.1),
+    ):  # fmt: skip
+        assert not needs_balance(replace(config, model=replace(config.model, **change))), change
+    encoder = ModelConfig(kind="encoder", masked_token_head=True)
+    assert not needs_balance(replace(config, model=encoder, task=MaskedTask()))
+    lora = dict(init_from="runs/book", tokenizer="pretrained")
+    assert needs_balance(replace(config, lora=LoraConfig(), **lora))
+    assert not needs_balance(replace(config, lora=LoraConfig(dropout=0.1), **lora))
 
 
 @pytest.mark.long

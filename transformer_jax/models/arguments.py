@@ -216,10 +216,18 @@ def positions_and_masks(
     """Return the positions for embeddings and rotation, and one mask per window in the config.
 
     The positions are i32[B, T] or [T]. With segments, they start at 0 in each document. Each mask
-    combines `mask` with one window, the sink tokens and the segments.
+    combines `mask` with one window, the sink tokens and the segments. Like masks, segments are
+    indexed by position, so the tokens of a packed row may be in any order.
     """
     if positions is not None:
         token_positions = positions = check_positions(shape, positions)
+        known = None if segments is None else concrete_value(positions)
+        if config.has_state and segments is not None:
+            rule = "gated_delta layers read the tokens of a row in order"
+            raise ValueError(f"positions cannot be passed with segments: {rule}")
+        if known is not None and (np.sort(known, axis=1) != np.arange(shape[1])).any():
+            rule = f"with segments, each row must contain 0 to {shape[1] - 1}, in any order"
+            raise ValueError(f"positions are {known.tolist()}: {rule}")
     else:
         # with segments, each document starts at 0, so a row may be longer than the position table
         limited = isinstance(config.positions, Learned) and segments is None
@@ -235,12 +243,6 @@ def positions_and_masks(
     if config.sink_tokens:
         sinks = Prefix(np.full(1, config.sink_tokens, np.int32))  # type: ignore[arg-type]
     if segments is not None:
-        if positions is not None:
-            rule = "omit positions, or use one row per document"
-            raise ValueError(
-                "positions cannot be passed with segments: a document's positions start at 0; "
-                f"{rule}"
-            )
         check_array("segments", segments, "[B, T]")
         if segments.shape != shape:
             raise ValueError(f"segments {segments.shape} and tokens {shape} differ in shape")
@@ -255,9 +257,13 @@ def positions_and_masks(
             return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
         # a mesh may split the length
-        token_positions = by_compiler(distances, [segments], split(segments))
+        in_order = token_positions = by_compiler(distances, [segments], split(segments))
         if sinks is not None:
-            sinks = Padding(token_positions < config.sink_tokens)
+            sinks = Padding(in_order < config.sink_tokens)
+        if positions is not None:
+            take = partial(jnp.take_along_axis, axis=1)
+            arrays = [in_order, jnp.asarray(positions)]
+            token_positions = by_compiler(take, arrays, split(segments))
     masks: list[Mask | None] = []
     for window in config.windows:
         near: Mask | None = None

@@ -305,7 +305,8 @@ class Decoder(CheckedModule):
             segments: IDs of packed documents. Each run of equal IDs is a document, and padding may
                 also be a document. Attention is limited to the document, and its positions start at
                 0. An ID that occurs again after another ID raises an error. Inside a trace, it
-                starts a new document.
+                starts a new document. With `positions`, segments[b, p] is the document of position
+                p, and each row of `positions` must contain 0 to T - 1, in any order.
             at: i32[B, Q], indices of the tokens whose logits are computed; None means all.
                 After a prompt, you usually need only the logits of the last token.
             key: a single PRNG key, which turns dropout on.

@@ -7,6 +7,7 @@ tokens, masked tokens, target tokens, or classes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import NamedSharding, PartitionSpec
 
+from transformer_jax.attention import zigzag_positions
 from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.config import AnyModelConfig, ConfigError
 from transformer_jax.kernels import platform
@@ -54,6 +56,9 @@ class Batch:
         prefix: bool[..., B, T], True for tokens that every token of the document can attend to.
         source: tokens i32[..., B, S], frames f32[..., B, S, D_in], or images f32[..., B, H, W, C].
         source_valid: bool[..., B, S], False for padding.
+        positions: i32[..., B, T], the index of each token in its row, if the tokens, labels and
+            `valid` are in another order than the row. Segments and prefixes belong to positions, so
+            they are always in the order of the row.
     """
 
     tokens: Leaf  # i32[..., B, T], or f32[..., B, H, W, C]
@@ -63,6 +68,7 @@ class Batch:
     prefix: Leaf = None  # bool[..., B, T]
     source: Leaf = None  # i32[..., B, S], f32[..., B, S, D_in] or f32[..., B, H, W, C]
     source_valid: Leaf = None  # bool[..., B, S]
+    positions: Leaf = None  # i32[..., B, T]
 
     def first(self) -> Batch:
         """Return the first micro-batch."""
@@ -70,10 +76,29 @@ class Batch:
         return found
 
 
-def along_context(prepare: Callable[..., Batch], *inputs: PyTree) -> Batch:
-    """Prepare a batch, and split the tokens of its rows over the mesh axis "context"."""
+def along_context(prepare: Callable[..., Batch], balanced: int | None, *inputs: PyTree) -> Batch:
+    """Prepare a batch, and split the tokens of its rows over the mesh axis "context".
+
+    If the length of the rows is a multiple of twice the number of devices `balanced`, the tokens
+    are put in zigzag order, so that each device has the same share of a causal mask.
+    """
     batch = prepare(*inputs)
-    rank = batch.tokens.ndim
+    rank, length = batch.tokens.ndim, batch.tokens.shape[-1]
+    if balanced is not None and batch.labels.ndim == rank and length % (2 * balanced) == 0:
+        chunks = zigzag_positions(2 * balanced, balanced)
+
+        def in_order(x: jax.Array) -> jax.Array:
+            # whole chunks are moved, because a gather of single tokens is slow
+            parts = x.reshape(*x.shape[:-1], len(chunks), -1)
+            return parts[..., chunks, :].reshape(x.shape)
+
+        def moved(batch: Batch) -> Batch:
+            index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), batch.tokens.shape)
+            fields = dict(tokens=batch.tokens, labels=batch.labels, valid=batch.valid)
+            return replace(batch, **jax.tree.map(in_order, fields | dict(positions=index)))
+
+        specs = jax.tree.map(split, replace(batch, positions=batch.tokens))
+        batch = by_compiler(moved, [batch], specs)
 
     def place(x: jax.Array) -> jax.Array:
         if x.ndim < rank:  # one label for each row
@@ -120,6 +145,8 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
             # All tokens see the whole prefix. In packed rows, the segments hide the prefixes of
             # other documents.
             kwargs["mask"] = Causal() | Padding(batch.prefix)
+        if batch.positions is not None:
+            kwargs["positions"] = batch.positions
         sides = {"": batch.valid}
         if config.kind == "encoder-decoder":
             kwargs["source"] = batch.source
@@ -128,6 +155,8 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
             if valid is not None and config.supports("positions"):
                 # every positional encoding treats position -1 as padding
                 index = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
+                if batch.positions is not None and not side:
+                    index = jnp.asarray(batch.positions)
                 kwargs[side + "positions"] = jnp.where(valid, index, -1)
             elif valid is not None:
                 kwargs[side + "valid"] = valid
@@ -158,6 +187,9 @@ def _router_mask(batch: Batch, source: bool, kind: str, logits: jax.Array) -> ja
     valid = batch.source_valid if source and kind == "encoder-decoder" else batch.valid
     if valid is None and batch.segments is not None:
         valid = batch.segments > 0
+        if batch.positions is not None:
+            take = partial(jnp.take_along_axis, axis=1)
+            valid = by_compiler(take, [valid, batch.positions], split(valid))
     fits = valid is not None and valid.shape == logits.shape[-3:-1]
     return jnp.asarray(valid) if fits else None
 

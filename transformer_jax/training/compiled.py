@@ -14,7 +14,7 @@ from jax._src.config import trace_context  # part of the cache key of `jax.jit`
 from jax.stages import Compiled
 
 from transformer_jax.checkpoints.run_folder import MAY_CHANGE
-from transformer_jax.config import TrainConfig
+from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.models.module import Watched
@@ -124,7 +124,8 @@ def make_programs(
     row_shards = 1 if config.mesh is None else config.mesh.row_shards
     length_shards = 1 if config.mesh is None else config.mesh.context
     if length_shards > 1:
-        prepare = partial(along_context, prepare)
+        balanced = length_shards if learner is None and needs_balance(config) else None
+        prepare = partial(along_context, prepare, balanced)
     relative = isinstance(config.task, PreferenceTask)
     if learner is not None:
         loss, scores = learner.loss, learner.scores
@@ -166,6 +167,28 @@ def make_programs(
         eval_step=make_eval_step(scores, prepare),
         rate=jax.jit(learning_rate_schedule(config)),
     )
+
+
+def needs_balance(config: TrainConfig) -> bool:
+    """Whether devices that split the tokens of a row need equal shares of a causal mask.
+
+    The rows of windows are balanced in the usual order, in which each block is sent to one
+    neighbor. Dropout depends on the index of a token, so another order would drop other values than
+    on one device.
+    """
+    model = config.model
+    if (
+        not isinstance(model, ModelConfig)
+        or model.kind != "decoder"
+        or set(model.windows) != {None}
+    ):
+        return False
+    rates = (
+        model.dropout,
+        model.attention_dropout,
+        0 if config.lora is None else config.lora.dropout,
+    )
+    return not any(rates)
 
 
 def counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, Programs]:
