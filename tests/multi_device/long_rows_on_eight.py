@@ -7,9 +7,12 @@ device, relative to each array's largest value, and the arrays of activations th
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import os
 import re
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -130,7 +133,7 @@ def balanced(name: str, layout: str) -> dict[str, Any]:
 
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
-MESHES = dict(one=None, context=MeshConfig(data=2, context=4))
+MESHES = dict(one=None, context=MeshConfig(data=2, context=4), ring=MeshConfig(context=4))
 
 
 def losses(mesh: str, stop_after: int | None = None) -> list[float]:
@@ -155,7 +158,37 @@ def losses(mesh: str, stop_after: int | None = None) -> list[float]:
         return [*(json.loads(line)["loss"] for line in lines), result.val_loss]
 
 
+def long_run(name: str, folder: str, ending: str) -> list[Any]:
+    """Train for 200 steps on one device or with context=4; "kill" ends the process at step 107."""
+    model = ModelConfig(
+        d_model=32, num_heads=4, num_kv_heads=2, num_layers=2, d_ff=48, max_len=32,
+        positions=Rope(), glu=True, norm="rmsnorm",
+    )  # fmt: skip
+    text = Path(folder) / "text.txt"
+    text.write_text(TEXT)
+    config = TrainConfig(
+        data=str(text), model=model, out=str(Path(folder) / "run"), steps=200, batch_size=4,
+        eval_every=100, checkpoint_every=50, log_every=1, sample_tokens=0, mesh=MESHES[name],
+    )  # fmt: skip
+    steps = itertools.count(1)
+
+    def stop() -> bool:
+        if ending == "kill" and next(steps) == 107:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    result = fit(config, resume=ending == "resume", stop=stop)
+    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+    state = replace(result.state, key=jax.random.key_data(result.state.key))
+    arrays = map(np.asarray, jax.tree.leaves(state))
+    hashed = [hashlib.sha256(x.tobytes()).hexdigest() for x in arrays]
+    return [[json.loads(line)["loss"] for line in lines], result.val_loss, hashed]
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["long run"]:
+        print(json.dumps(long_run(*sys.argv[2:])))
+        sys.exit()
     assert len(jax.devices()) == 8
     names = sys.argv[1:] or [*MODELS, *(f"{name}, packed" for name in MODELS)]
     results: dict[str, Any] = {}

@@ -198,6 +198,28 @@ def test_training_with_split_tokens_has_the_losses_of_one_device():
     assert found["resumed"] == found["context"]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_run_of_200_steps_matches_one_device_and_survives_a_kill(tmp_path):
+    """A run that is killed after step 107 and resumed has the same bits."""
+    script = "-m", "tests.multi_device.long_rows_on_eight", "long run"
+
+    def run(mesh: str, folder: str, ending: str = ""):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        devices = 1 if mesh == "one" else 4
+        return on_devices(devices, *script, mesh, str(tmp_path / folder), ending)
+
+    one, ring = run("one", "one"), run("ring", "ring")
+    assert len(one[0]) == 200 and one[0][-1] < 0.4 * one[0][0]
+    assert_near(ring[0], one[0], 1e-5)
+    assert_near(ring[1], one[1], 1e-5)
+    with pytest.raises(AssertionError):
+        run("ring", "killed", "kill")
+    lines = (tmp_path / "killed" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert 100 <= len(lines) < 110
+    assert run("ring", "killed", "resume") == ring
+
+
 SHORT_ROWS = """
 import json
 from dataclasses import replace
