@@ -66,7 +66,7 @@ CONFIG = ModelConfig(
         num_key_heads=NK, num_value_heads=N, key_dim=H, value_dim=HV, conv_width=W
     ),
 )  # fmt: skip
-ONLY = replace(CONFIG, mixers=("gated_delta",))
+ONLY = replace(CONFIG, mixers=("gated_delta",), num_kv_heads=None)
 TOKENS = np.random.default_rng(3).integers(0, VOCAB, (ROWS, T)).astype(np.int32)
 LENGTHS = np.array([19, 7, 12], np.int32)
 LEFT = np.where(np.arange(T) >= T - LENGTHS[:, None], np.arange(T) - (T - LENGTHS[:, None]), -1)
@@ -169,7 +169,7 @@ def test_layers_with_a_state_place_their_norms_independently(params):
     own, others = ("gated_delta", "feed_forward"), ("attention", "feed_forward")
     assert norms["block_0"] == norms["block_1"] == {f"norm_{name}" for name in own}
     assert norms["block_2"] == {f"out_norm_{name}" for name in others}
-    only = replace(mixed, mixers=("gated_delta",))
+    only = replace(mixed, mixers=("gated_delta",), num_kv_heads=None)
     states = init_params(ONLY, jax.random.key(7))
     np.testing.assert_array_equal(logits_of(only, states, TOKENS), logits_of(ONLY, states, TOKENS))
 
@@ -449,6 +449,7 @@ def test_path_patching_freezes_the_heads_of_states(params):
         (dict(scan_layers=True), "mixers is .*: a pattern needs a looped stack: scan_layers False"),
         (dict(gated_delta=None), "gated_delta is None: must be set, because mixers contains"),
         (dict(mixers=None), "gated_delta is .*: needs gated_delta in mixers"),
+        (dict(mixers=("gated_delta",)), "num_kv_heads is 2: needs attention in a layer: mixers"),
         (dict(invariant=True), "cannot be promised for gated_delta layers"),
         (
             dict(norm_order="post", gated_delta=GatedDelta(norm_order="pre")),
@@ -485,7 +486,7 @@ def test_kernels_of_states_are_split_over_devices(module):
 
 
 def test_dtype_of_keys_needs_a_layer_with_keys():
-    states = replace(CONFIG, mixers=("gated_delta",))
+    states = replace(CONFIG, mixers=("gated_delta",), num_kv_heads=None)
     assert init_cache(states, 2, 8).capacity == 0
     with pytest.raises(ValueError, match="dtype is int8: must be None, because no layer caches"):
         init_cache(states, 2, 8, dtype=jnp.int8)

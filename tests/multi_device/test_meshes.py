@@ -113,7 +113,15 @@ def test_blockwise_tiles_stay_on_device_without_gathering(cases):
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(["one", "all", "random", "work"], marks=pytest.mark.slow, id="some"),
+        pytest.param(
+            [
+                *("one", "all", "random", "work"),
+                *("one; masked tokens", "all; masked tokens"),
+                *("one; classes of a decoder", "all; classes of a decoder"),
+            ],
+            marks=pytest.mark.slow,
+            id="some",
+        ),
         pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(1800)], id="all"),
     ],
 )

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from transformer_jax.config import Adafactor, MeshConfig, ModelConfig, Muon, Rope, TrainConfig
-from transformer_jax.config.tasks import ReverseTask
+from transformer_jax.config.tasks import ClassifyTask, MaskedTask, ReverseTask
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.functional import dropout
 from transformer_jax.training.batch import Batch, batch_loss
@@ -46,12 +46,18 @@ LAYOUTS: dict[str, MeshConfig | None] = {
 
 
 def run(
-    folder: Path, mesh: MeshConfig | None, stop_after: int | None = None, **changes: Any
+    folder: Path,
+    mesh: MeshConfig | None,
+    stop_after: int | None = None,
+    file: str = "text.txt",
+    **changes: Any,
 ) -> tuple[TrainConfig, Result]:
-    text = folder / "text.txt"
-    text.write_text(TEXT)
+    (folder / "text.txt").write_text(TEXT)
+    words = TEXT.split()[:8]
+    lines = [f"{'short' if len(a) < 4 else 'long'}\t{a} {b}\n" for a in words for b in words]
+    (folder / "labels.tsv").write_text("".join(lines))
     config = TrainConfig(
-        data=str(text), model=MODEL, out=str(folder / "run"), steps=6, batch_size=8, accumulation=2,
+        data=str(folder / file), model=MODEL, out=str(folder / "run"), steps=6, batch_size=8, accumulation=2,
         eval_every=3, checkpoint_every=3, log_every=1, warmup_steps=2, sample_tokens=5,
         ema_decay=0.9, mesh=mesh,
     )  # fmt: skip
@@ -87,6 +93,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         task=ReverseTask(),
         model=replace(MODEL, kind="encoder-decoder", max_len=24),
         data="python-docs",
+    ),
+    "masked tokens": dict(task=MaskedTask(), model=replace(MODEL, kind="encoder", max_len=16)),
+    "classes of a decoder": dict(
+        task=ClassifyTask(), model=replace(MODEL, max_len=16), file="labels.tsv"
     ),
 }
 

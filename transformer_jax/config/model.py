@@ -284,6 +284,13 @@ class ModelConfig(AnyModelConfig):
             if self.norm is None or self.norm_order not in ("pre", "sandwich", "output"):
                 rule = "needs a norm and norm_order 'pre', 'sandwich' or 'output'"
                 fail("gated_delta.norm_order", self.gated_delta.norm_order, rule)
+        if "attention" not in (self.mixers or ("attention",)):
+            names = (
+                *("num_kv_heads", "head_dim", "value_head_dim", "window", "sink_tokens"),
+                *("qkv_bias", "out_bias", "qk_norm", "attention_softcap", "attention_sinks"),
+                *("attention_gate", "attention_scale", "attention_dropout", "implementation"),
+            )
+            unread(self, "needs attention in a layer: mixers has none", *names)
         if self.head_dim is None and self.d_model % self.num_heads:
             fail("num_heads", self.num_heads, f"must divide d_model {self.d_model}")
         if self.num_heads % self.kv_heads:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import ClassifyTask
 from transformer_jax.models.arguments import CheckedModule as AnyModel
+from transformer_jax.models.arguments import gather_tokens
 from transformer_jax.models.factory import build
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array
+from transformer_jax.sharding import by_compiler, split
 from transformer_jax.tokenizers.special import (
     encoder_frame,
     frame,
@@ -198,5 +202,8 @@ def _class_logits(
     if columns is None:
         return logits
     # The only label of a row is at <cls>, because it follows the text.
-    at = (batch.labels != IGNORE).argmax(axis=1)
-    return jax.numpy.take_along_axis(logits, at[:, None, None], axis=1)[:, 0][:, columns]
+    at = jax.numpy.asarray((batch.labels != IGNORE).argmax(axis=1))
+    found = gather_tokens(logits, at[:, None])[:, 0]
+    # a mesh may split the vocabulary
+    choose = partial(jax.numpy.take, indices=columns, axis=1)
+    return by_compiler(choose, [found], PartitionSpec(split(found)[0], None))

@@ -105,8 +105,8 @@ class MaskedWindows(TrainingTask):
         tokens = np.asarray(self.data.val[: self.length], np.int32)[None]
         # replace all hidden tokens by masks, because the sample must not show the model their text
         hidden = self.masking(tokens, _EVAL_STREAM, replaced=1.0)
-        logits = _logits(self.model, params, hidden.tokens)
-        guess = np.asarray(logits[..., : self.masking.kinds].argmax(axis=-1))
+        logits = np.asarray(_logits(self.model, params, hidden.tokens))
+        guess = logits[..., : self.masking.kinds].argmax(axis=-1)
         within = slice(len(self.masking.frame.first), len(self.masking.frame.first) + self.length)
         labels, guess, read = (x[0, within] for x in (hidden.labels, guess, hidden.tokens))
         filled = np.where(labels != IGNORE, guess, tokens[0])
