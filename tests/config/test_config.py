@@ -581,7 +581,9 @@ def test_invalid_config_choice_suggests_intended_choice(field, wrong, meant):
 
 
 def test_unknown_activation_is_rejected():
-    with pytest.raises(ConfigError, match=r"^activation is 'sigmoid': must be one of relu, gelu,"):
+    with pytest.raises(
+        ConfigError, match=r"^activation is 'sigmoid': must be one of relu, relu_squared,"
+    ):
         activate(jnp.ones(3), "sigmoid")
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
-from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.config import Activation, ConfigError, ModelConfig
 from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.block import Attention, Block, BlockInputs
 from transformer_jax.models.factory import build, init_params
@@ -109,12 +110,13 @@ def test_constant_vector_has_finite_norm_and_gradient():
 
 
 @pytest.mark.slow_except("silu")
-@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"])
+@pytest.mark.parametrize("name", get_args(Activation))
 def test_activations_match_closed_forms(name):
     """The exact gelu uses the error function, which differs from its tanh approximation."""
     x = np.linspace(-6, 6, 499).astype(np.float32)
     exact = {
         "relu": lambda v: max(v, 0.0),
+        "relu_squared": lambda v: v * v if v > 0 else 0.0,
         "gelu": lambda v: v * (1 + math.erf(v / math.sqrt(2))) / 2,
         "gelu_tanh": lambda v: (
             v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) / 2
@@ -128,7 +130,8 @@ def test_activations_match_closed_forms(name):
     assert min(others) > 1e-4
     slopes = jax.jit(jax.vmap(jax.grad(lambda v: activate(v, name))))
     slope = slopes(np.float32([-1e4, -90.0, 90.0, 1e4]))
-    np.testing.assert_array_equal(slope, [0, 0, 1, 1])
+    steep = [180, 2e4] if name == "relu_squared" else [1, 1]
+    np.testing.assert_array_equal(slope, [0, 0, *steep])
 
 
 def test_dropout_scales_kept_elements(key):

@@ -160,6 +160,10 @@ CASES: dict[str, dict] = {
         logit_bias=True, tie_embeddings=False, activation="gelu",
     ),
     "rmsnorm-with-biases": dict(norm="rmsnorm", embedding_norm=True, logit_bias=True),
+    "nemotron": dict(
+        positions=Rope(dims=4), norm_unit_offset=True, activation="relu_squared", qkv_bias=False,
+        out_bias=False, ff_bias=False, num_kv_heads=1, positions_=PADDED,
+    ),
     "bert": dict(
         kind="encoder", norm_order="post", norm_eps=1e-12, embedding_norm=True, activation="gelu",
         logit_bias=True, type_vocab_size=3, masked_token_head=True, types=True, positions_=PADDED,

@@ -256,6 +256,7 @@ GLM = dict(
     num_kv_heads=2, head_dim=128, norm_eps=1.5625e-7, qkv_bias=True,
     positions=Rope(dims=64, pairing="interleaved"),
 )  # fmt: skip
+PLAIN = dict(glu=False, activation="relu_squared")
 SMALL_QWEN = SMALL_LLAMA | dict(num_layers=30, num_heads=64, num_kv_heads=32)
 QWEN_LEFT_OUT = NO_DEFAULT | dict(num_hidden_layers=30, num_attention_heads=64, head_dim=...)
 QWEN_WINDOWS = (None,) * 28 + (4096,) * 2
@@ -333,6 +334,11 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         num_layers=5, num_heads=32, num_kv_heads=32, norm_eps=1e-5, norm_order="output",
         qk_norm=True, window=(4096,) * 3 + (None,),
         positions=Rope(pattern=(True, True, True, False)))),
+    "arcee": (small(model_type="arcee", **NO_DEFAULT), (), SMALL_LLAMA | EIGHT | PLAIN
+        | dict(norm_eps=1e-5)),
+    "nemotron": (small(model_type="nemotron", **NO_DEFAULT | dict(head_dim=4)), (), SMALL | BARE
+        | PLAIN | dict(num_kv_heads=8, head_dim=4, norm_unit_offset=True,
+        tie_embeddings=False, positions=Rope(dims=2))),
     "gpt_neox": (dict(model_type="gpt_neox"), (), NEOX | dict(vocab_size=50432, d_model=6144,
         d_ff=24576, num_layers=44, num_heads=64, positions=Rope(dims=24))),
     "gptj": (dict(model_type="gptj"), (), GPTJ),

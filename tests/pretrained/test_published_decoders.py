@@ -290,6 +290,16 @@ CASES = {
         tie_word_embeddings=True, rope_parameters=YARN,
     ),
     "exaone4, no rotation": case("Exaone4", head_dim=12, sliding_window_pattern=1),
+    "arcee": case("Arcee"),
+    "arcee, biases": case(
+        "Arcee", head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
+        rope_parameters=YARN,
+    ),
+    "nemotron": case("Nemotron"),
+    "nemotron, biases": case(
+        "Nemotron", head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
+        norm_eps=1e-2, rope_parameters=FAR | dict(partial_rotary_factor=1 / 3),
+    ),
     "starcoder2": case("Starcoder2", sliding_window=WINDOW),
     "starcoder2, no biases": case(
         "Starcoder2", num_key_value_heads=1, use_bias=False, tie_word_embeddings=False,
@@ -376,6 +386,7 @@ def often(names: Any, seldom: Any) -> list[Any]:
 SLOW = (
     "granite", "smollm3", "cohere", "falcon", "neox", "gptj", "phi", "olmo", "starcoder2",
     "stablelm", "opt", "bloom", "glm", "ernie", "seed", "helium", "exaone4",
+    "arcee", "nemotron",
 )  # fmt: skip
 
 
@@ -383,6 +394,7 @@ ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemm
 ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
 ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "falcon", "starcoder2", "stablelm"
 ONE_OF_EACH += "opt", "bloom", "glm", "glm4", "ernie", "seed", "helium", "exaone4"
+ONE_OF_EACH += "arcee", "nemotron"
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss"
 """In memory, transformers has one tensor for all experts of a block, so their gradients are
 compared only with formulas (tests/models/test_experts.py)."""

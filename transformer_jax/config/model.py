@@ -42,7 +42,7 @@ from transformer_jax.config.positions import (
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
 NormOrder = Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
+Activation = Literal["relu", "relu_squared", "gelu", "gelu_tanh", "quick_gelu", "silu"]
 if TYPE_CHECKING:
     AnyActivation = Activation | Callable[[Any], Any]  # on arrays; configs do not import JAX
 else:  # the values that can be used in files and flags

@@ -26,8 +26,9 @@ def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
 
     Args:
         x: array of any shape.
-        name: "relu", "silu", "gelu" (x Phi(x), Hendrycks & Gimpel 2016), one of its approximations
-            "gelu_tanh" (GPT-2) and "quick_gelu" (x sigmoid(1.702 x)), or a function of an array.
+        name: "relu", "relu_squared" (So et al. 2021), "silu", "gelu" (x Phi(x), Hendrycks & Gimpel
+            2016), one of its approximations "gelu_tanh" (GPT-2) and "quick_gelu"
+            (x sigmoid(1.702 x)), or a function of an array.
 
     Raises:
         ValueError: If a function changes the shape of the array.
@@ -40,6 +41,8 @@ def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
     match name:
         case "relu":
             return jax.nn.relu(x)
+        case "relu_squared":
+            return jnp.square(jax.nn.relu(x))
         case "silu":
             return jax.nn.silu(x)
         case "gelu":

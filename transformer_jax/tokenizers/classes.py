@@ -136,12 +136,11 @@ OF_MODEL_TYPE: Mapping[str, str] = {
     "m2m_100": "M2M100",
     "marian": "Marian",
     **dict.fromkeys(
-        "mistral mixtral phi3 granite stablelm olmo2 olmo3 modernbert glm glm4 ernie4_5".split(),
+        "mistral mixtral phi3 granite stablelm olmo2 olmo3 modernbert glm glm4 ernie4_5 "
+        "nemotron".split(),
         "TokenizersBackend",
     ),
-    **dict.fromkeys(
-        ("llama", "smollm3", "bloom", "falcon", "gpt_oss", "seed_oss", "helium", "exaone4"), ""
-    ),
+    **dict.fromkeys("llama smollm3 bloom falcon gpt_oss seed_oss helium exaone4 arcee".split(), ""),
 }
 """Tokenizer class for each `model_type`. An empty string means `FILE`, unless the folder names
 another class."""

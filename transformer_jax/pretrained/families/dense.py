@@ -1,7 +1,8 @@
 """Decoders that differ from Llama in a few keys and names.
 
 These are GLM and GLM-4 (Zeng et al. 2024), ERNIE 4.5 (Baidu 2025), Seed-OSS (ByteDance 2025),
-Helium (Kyutai 2025) and EXAONE 4 (LG AI Research 2025).
+Helium (Kyutai 2025), EXAONE 4 (LG AI Research 2025), Arcee (Arcee AI 2025) and Nemotron (Parmar et
+al. 2024).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from transformer_jax.pretrained.families import decoder_keys as d
 from transformer_jax.pretrained.families import keys as k
 from transformer_jax.pretrained.families import table as t
 from transformer_jax.pretrained.families.layernorm import NORMS
-from transformer_jax.pretrained.families.llama import llama_family
+from transformer_jax.pretrained.families.llama import llama_family, llama_table
 from transformer_jax.untrusted_files import JsonObject
 
 _HEAD_DIM = k.Key("head_dim", "head_dim", k.optional_integer, 128)
@@ -134,4 +135,45 @@ EXAONE4 = llama_family(
         k.Code(_read_exaone4, _write_exaone4),
     ],
     architecture="Exaone4ForCausalLM",
+)
+
+
+# Arcee and Nemotron: a feed-forward network without gates, with a squared ReLU
+
+_UP_DOWN = {"feed_forward/up": "mlp.up_proj", "feed_forward/down": "mlp.down_proj"}
+_RELU_SQUARED = k.Key("hidden_act", "activation", k.activation(), "relu2")
+ARCEE = llama_family(
+    "arcee",
+    [
+        *d.decoder_sizes(),
+        k.Fixed(norm="rmsnorm"),
+        k.Key("rms_norm_eps", "norm_eps", k.positive, 1e-5),
+        _RELU_SQUARED,
+        *d.BIASES,
+        d.rope(),
+    ],
+    table=lambda config: llama_table(config, t.named(config, "model.layers.{i}", _UP_DOWN)),
+    architecture="ArceeForCausalLM",
+    divides_width=True,
+)
+NEMOTRON = llama_family(
+    "nemotron",
+    [
+        *d.decoder_sizes(),
+        k.Fixed(norm_unit_offset=True),
+        k.Key("norm_eps", "norm_eps", k.positive, 1e-5),
+        _RELU_SQUARED,
+        k.Flag("attention_bias", False, on={}, off=dict(qkv_bias=False, out_bias=False)),
+        k.Flag("mlp_bias", False, on={}, off=dict(ff_bias=False)),
+        k.FixedKeys(partial_rotary_factor=1.0),  # the default is 0.5
+        d.rope(part=0.5),
+    ],
+    table=t.named_decoder(
+        "model.embed_tokens",
+        "model.layers.{i}",
+        NORMS | t.attention_names("self_attn", "o_proj") | _UP_DOWN,
+        "model.norm",
+    ),
+    architecture="NemotronForCausalLM",
+    rotates_parts=True,
 )

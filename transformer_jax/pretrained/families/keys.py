@@ -25,13 +25,13 @@ Value = TypeVar("Value")
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu",
-    "swish": "silu",
+    "gelu_fast": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu",
+    "relu2": "relu_squared", "silu": "silu", "swish": "silu",
 }  # fmt: skip
 """Names of activations in published files. Several names may refer to the same function."""
 ACTIVATION_KEYS: dict[Activation, str] = {
     "gelu": "gelu", "gelu_tanh": "gelu_new", "quick_gelu": "quick_gelu", "relu": "relu",
-    "silu": "silu",
+    "relu_squared": "relu2", "silu": "silu",
 }  # fmt: skip
 """Name to write for each activation."""
 

@@ -18,7 +18,8 @@ ALL_FULL = ("full_attention",)
 _DECODERS = (
     "gpt2 llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite smollm3 olmo2 olmo3 "
     "gpt_neox gptj phi cohere cohere2 starcoder2 stablelm opt bloom falcon mixtral olmoe qwen2_moe "
-    "qwen3_moe gpt_oss glm glm4 ernie4_5 seed_oss helium exaone4"
+    "qwen3_moe gpt_oss glm glm4 ernie4_5 seed_oss helium exaone4 "
+    "arcee nemotron"
 )
 _BERTS = "bert roberta xlm-roberta camembert mpnet electra albert nomic_bert"
 _SEQ2SEQ = "bart mbart pegasus m2m_100 marian"
