@@ -29,7 +29,8 @@ SMALL = ModelConfig(
 )  # fmt: skip
 KINDS = {
     "decoder": dict(), "post-norm, GLU, T5": dict(norm_order="post", glu=True, positions="t5"),
-    "encoder": dict(kind="encoder"), "encoder-decoder": dict(kind="encoder-decoder", attention_gate=True),
+    "encoder": dict(kind="encoder"),
+    "encoder-decoder": dict(kind="encoder-decoder", attention_gate=True),
     "sandwich, Shaw": dict(norm_order="sandwich", positions="shaw"),
     "attention alone": dict(d_ff=0), "parallel": dict(norm_order="parallel"),
     "parallel, shared": dict(norm_order="parallel_shared", num_kv_heads=None),

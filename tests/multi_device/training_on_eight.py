@@ -57,9 +57,9 @@ def run(
     lines = [f"{'short' if len(a) < 4 else 'long'}\t{a} {b}\n" for a in words for b in words]
     (folder / "labels.tsv").write_text("".join(lines))
     config = TrainConfig(
-        data=str(folder / file), model=MODEL, out=str(folder / "run"), steps=6, batch_size=8, accumulation=2,
-        eval_every=3, checkpoint_every=3, log_every=1, warmup_steps=2, sample_tokens=5,
-        ema_decay=0.9, mesh=mesh,
+        data=str(folder / file), model=MODEL, out=str(folder / "run"), steps=6, batch_size=8,
+        accumulation=2, eval_every=3, checkpoint_every=3, log_every=1, warmup_steps=2,
+        sample_tokens=5, ema_decay=0.9, mesh=mesh,
     )  # fmt: skip
     config = replace(config, **changes)
     steps = itertools.count(1)
