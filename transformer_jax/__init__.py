@@ -19,7 +19,7 @@ The public names are listed below. Import other names from their modules, such a
     Configs        ModelConfig, RecurrentConfig, ConvolutionConfig, WindowConfig, NgramConfig,
                    LoraConfig, TrainConfig, preset, train_preset, PRESETS, ConfigError, Rope,
                    Sinusoidal, Learned, Shaw, T5Buckets, Vectors, Frames, Patches, Experts,
-                   GatedDelta
+                   GatedDelta, LatentAttention
     Models         build, init_params, num_params, places, quantize, Decoder, Encoder,
                    EncoderDecoder, StreamingEncoder
     Caches         init_cache, init_paged_cache, init_decode_state, cache_bytes, rewind_cache,
@@ -79,6 +79,7 @@ from transformer_jax.config import (
     Experts,
     Frames,
     GatedDelta,
+    LatentAttention,
     Learned,
     LoraConfig,
     ModelConfig,
@@ -171,6 +172,7 @@ __all__ = [
     "Greedy",
     "KVCache",
     "LanguageModel",
+    "LatentAttention",
     "Learned",
     "LengthPenalty",
     "LoraConfig",

@@ -44,7 +44,7 @@ from transformer_jax import (
 )
 from transformer_jax.attention.masks import Causal, Segments
 from transformer_jax.cache import quantize
-from transformer_jax.config import Experts, GatedDelta, MeshConfig
+from transformer_jax.config import Experts, GatedDelta, LatentAttention, MeshConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.kernels import using
 from transformer_jax.training.batch import Batch, batch_loss
@@ -67,6 +67,12 @@ MODELS = {
     "states": replace(
         SMALL, positions="rope", mixers=("gated_delta", "attention"),
         gated_delta=GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=4),
+    ),
+    "latents": replace(
+        SMALL, positions="rope", mixers=("latent_attention",),
+        latent_attention=LatentAttention(
+            query_rank=8, rank=8, nope_dim=4, rope_dim=4, value_dim=4
+        ),
     ),
     "encoder": replace(SMALL, kind="encoder"),
     "encoder-decoder": replace(SMALL, kind="encoder-decoder", num_layers=1),
@@ -332,7 +338,7 @@ CASES: dict[str, Any] = {
         f"decoding, {name}, {layout}{', set' if context else ''}": partial(
             decoding, name, layout, context
         )
-        for name in ("learned", "rope", "states")
+        for name in ("learned", "rope", "states", "latents")
         for layout in (LAYOUTS[0], LAYOUTS[2])
         for context in (False, True)
     },

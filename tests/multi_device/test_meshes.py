@@ -25,6 +25,7 @@ ROWS_HEADS = ["data", None, "model"]
                 "inside, model",
                 "training, experts, split by heads and widths, set",
                 "training, states, split by heads and widths, set",
+                "training, latents, split by heads and widths, set",
                 "experts of devices, few rows",
                 "experts of devices",
             ],

@@ -6,9 +6,9 @@
 A case combines position kind, head layout, full attention or a window, and decoder or
 encoder-decoder. Further cases, all with GQA, combine position kind and model kind with smaller
 caches: a window with sink tokens, a window per layer, int8. Two cases have a window per layer with
-its own RoPE base, and some have layers with a state. Each case is measured with equal and ragged
-prompts, read whole and in chunks. The cache of a windowed case is a ring of exactly the window's
-length (plus sinks), which wraps several times.
+its own RoPE base, and some have layers with a state or with latent attention. Each case is measured
+with equal and ragged prompts, read whole and in chunks. The cache of a windowed case is a ring of
+exactly the window's length (plus sinks), which wraps several times.
 
 Greedy tokens come from `generate`. The full pass reads prompt and tokens at once, without a cache;
 each of the 64 tokens must be its likeliest, and the cached logits of every position must equal its
@@ -33,7 +33,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.config import GatedDelta, ModelConfig, Positions, Rope, Shaw, T5Buckets
+from transformer_jax.config import (
+    GatedDelta,
+    LatentAttention,
+    ModelConfig,
+    Positions,
+    Rope,
+    Shaw,
+    T5Buckets,
+)
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_params
@@ -51,8 +59,13 @@ MIXERS: tuple[dict, ...] = (
     dict(positions="learned", window=None, mixers="AS", dtype="int8"),
     dict(positions="alibi", window=(5, None), mixers="SAA"),
     dict(positions="none", window=None, mixers="S"),
+    dict(positions="rope", window=None, mixers="L"),
+    dict(positions="rope", window=11, sinks=2, mixers="L"),
+    dict(positions="alibi", window=(5, None), mixers="LA"),
+    dict(positions="learned", window=None, mixers="SL"),
+    dict(positions="rope", window=None, mixers="L", dtype="int8"),
 )  # fmt: skip
-"""Patterns of layers with a state (S) and layers with attention (A)."""
+"""Patterns of layers with a state (S), with attention (A) and with latent attention (L)."""
 KINDS = ("decoder", "encoder-decoder")
 LENGTHS = {"equal": (19, 19, 19), "ragged": (19, 7, 12)}
 CHUNKS = (None, 5)
@@ -97,18 +110,23 @@ class Case:
         }
         more: dict[str, Any] = {}
         if self.mixers:  # a small epsilon would multiply the rounding errors of small outputs
-            mixers = tuple(dict(S="gated_delta", A="attention")[mixer] for mixer in self.mixers)
-            sizes = GatedDelta(
-                num_key_heads=2, num_value_heads=6, key_dim=5, value_dim=7, conv_width=3
-            )
-            more = dict(mixers=mixers, gated_delta=sizes, norm_eps=0.01)
+            names = dict(S="gated_delta", A="attention", L="latent_attention")
+            more = dict(mixers=tuple(names[mixer] for mixer in self.mixers), norm_eps=0.01)
+            if "S" in self.mixers:
+                more["gated_delta"] = GatedDelta(
+                    num_key_heads=2, num_value_heads=6, key_dim=5, value_dim=7, conv_width=3
+                )
+            if "L" in self.mixers:
+                more["latent_attention"] = LatentAttention(
+                    query_rank=11, rank=13, nope_dim=5, rope_dim=6, value_dim=7
+                )
         return ModelConfig(
             kind=self.kind,  # type: ignore[arg-type]
             vocab_size=VOCAB,
             d_model=24,
             num_layers=max(2, len(self.mixers)),
             num_heads=4,
-            num_kv_heads=HEADS[self.heads],
+            num_kv_heads=None if self.mixers in ("L", "SL") else HEADS[self.heads],
             d_ff=37,
             max_len=PROMPT + NEW,
             positions=configured.get(self.positions, self.positions),  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ SAMPLE += [
     Case("rope-pairs", "GQA", kind="decoder", **MEMORY[0]),
     Case("t5", "GQA", kind="encoder-decoder", **MEMORY[1]),
     Case("shaw", "GQA", kind="decoder", **MEMORY[3]),
-    *(Case(heads="GQA", kind="decoder", **MIXERS[i]) for i in (1, 3)),
+    *(Case(heads="GQA", kind="decoder", **MIXERS[i]) for i in (1, 3, 6, 7)),
 ]
 SLOW = [
     Case("rope", "GQA", (5, None), "decoder", window_base=31.0),

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from transformer_jax.attention.api import dot_product_attention
 from transformer_jax.attention.arguments import DTYPES, Options
 from transformer_jax.attention.reference import einsum
 from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.sharding import by_compiler, split
+from transformer_jax.tracing import are_concrete
 
 Form = Literal["expanded", "absorbed"]
 
@@ -77,22 +81,32 @@ def latent_attention(
         jnp.asarray, (query, latent, rotated_key, key_kernel, value_kernel)
     )
     _check(query, latent, rotated_key, key_kernel, value_kernel, form)
-    (_, T, N, width), (_, S, C), H = query.shape, latent.shape, key_kernel.shape[2]
+    (_, T, _, width), (_, S, C), H = query.shape, latent.shape, key_kernel.shape[2]
     R, Hv = width - H, value_kernel.shape[2]
     rest: Any = dict(options, return_lse=return_lse, implementation=implementation)
     if options.get("scale") is None:  # the default depends on the width of the keys
         rest["scale"] = 1 / math.sqrt(width)
-    if form is None:
+    if form is None and not are_concrete(T, S):
+        form = "absorbed"  # an export for any length
+    elif form is None:
         kernels = C * (H + Hv)
         expanded = S * kernels + T * S * (width + Hv)
         absorbed = T * kernels + T * S * (2 * C + R)
         form = "expanded" if expanded <= absorbed else "absorbed"
     if form == "expanded":
-        shared = jnp.broadcast_to(rotated_key[:, :, None], (*latent.shape[:2], N, R))
-        key = einsum("BSC,CNH->BSNH", latent, key_kernel).astype(query.dtype)
-        value = einsum("BSC,CNV->BSNV", latent, value_kernel).astype(query.dtype)
-        return dot_product_attention(query, jnp.concatenate([key, shared], -1), value, **rest)
-    absorbed_query = einsum("BTNH,CNH->BTNC", query[..., :H], key_kernel).astype(query.dtype)
+        lead = partial(split, latent, slice(2))
+        key, value = (
+            _product("BSC,CNH->BSNH", latent, kernel, lead(split(kernel, slice(1, None))))
+            for kernel in (key_kernel, value_kernel)
+        )
+
+        def with_rotated(key: jax.Array, rotated: jax.Array) -> jax.Array:
+            shared = jnp.broadcast_to(rotated[:, :, None], (*key.shape[:3], R))
+            return jnp.concatenate([key, shared], axis=-1)
+
+        key = by_compiler(with_rotated, [key, rotated_key], split(key))
+        return dot_product_attention(query, key, value, **rest)
+    absorbed_query = _product("BTNH,CNH->BTNC", query[..., :H], key_kernel, split(query))
     found = dot_product_attention(
         jnp.concatenate([absorbed_query, query[..., H:]], axis=-1),
         jnp.concatenate([latent, rotated_key], axis=-1)[:, :, None],
@@ -100,8 +114,14 @@ def latent_attention(
         **rest,
     )
     average, *lse = found if return_lse else (found,)
-    out = einsum("BTNC,CNV->BTNV", average, value_kernel).astype(query.dtype)
+    out = _product("BTNC,CNV->BTNV", average, value_kernel, split(query))
     return (out, lse[0]) if return_lse else out
+
+
+def _product(spec: str, x: jax.Array, kernel: jax.Array, result: PartitionSpec) -> jax.Array:
+    """Return an einsum in the dtype of x, which explicit mesh axes split as `result`."""
+    multiply = lambda x, kernel: einsum(spec, x, kernel).astype(x.dtype)  # noqa: E731
+    return by_compiler(multiply, [x, kernel], result)
 
 
 def _check(

@@ -178,8 +178,8 @@ def cache_limit(config: ModelConfig, capacity: int) -> int | None:
         config: the config of a decoder or an encoder-decoder.
         capacity: the number of slots per row in the layer with the most slots.
     """
-    attention = [i for i in range(config.decoder_layers) if config.mixer(i) == "attention"]
-    rings = [_slots(config, i, capacity)[1] for i in attention]
+    keyed = [i for i in range(config.decoder_layers) if config.mixer(i) != "gated_delta"]
+    rings = [_slots(config, i, capacity)[1] for i in keyed]
     return None if all(rings) else capacity
 
 
@@ -200,8 +200,7 @@ def empty_layers(
         rule = "needs a window pattern; the ring for a single window has `capacity` slots"
         raise ValueError(f"slack is {slack}: {rule}")
 
-    heads = config.kv_heads, config.key_dim, config.value_dim
-    if dtype is not None and all(config.mixer(i) != "attention" for i in range(depth)):
+    if dtype is not None and all(config.mixer(i) == "gated_delta" for i in range(depth)):
         rule = "must be None, because no layer caches keys and values"
         raise ValueError(f"dtype is {jnp.dtype(dtype)}: {rule}")
     dtype = config.dtype if dtype is None else dtype
@@ -216,7 +215,7 @@ def empty_layers(
             continue
         slots, is_ring = _slots(config, i, capacity, slack)
         sinks = config.sink_tokens if is_ring else 0
-        layers.append(kv.init(batch, slots, *heads, dtype, sinks))
+        layers.append(kv.init(batch, slots, *config.cached_heads(i), dtype, sinks))
     if not config.scan_layers:
         return tuple(layers)
     # rows remain the first axis, so that beams reorder the leaves of both kinds of stack in the

@@ -12,7 +12,7 @@ from transformer_jax.config.inputs import Frames, Inputs, Patches, Vectors
 from transformer_jax.config.kinds import later, register
 from transformer_jax.config.lora import LoraConfig
 from transformer_jax.config.mesh import MeshConfig
-from transformer_jax.config.mixers import GatedDelta
+from transformer_jax.config.mixers import GatedDelta, LatentAttention
 from transformer_jax.config.model import (
     Activation,
     DType,
@@ -79,6 +79,7 @@ __all__ = [
     "GatedDelta",
     "Inputs",
     "Kind",
+    "LatentAttention",
     "Learned",
     "Lion",
     "LoraConfig",

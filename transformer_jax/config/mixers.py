@@ -7,7 +7,7 @@ from typing import Literal
 from transformer_jax.config.fields import Positive, Size, check_types, fail
 from transformer_jax.config.keywords import config_class
 
-Mixer = Literal["attention", "gated_delta"]
+Mixer = Literal["attention", "gated_delta", "latent_attention"]
 
 
 @config_class
@@ -47,3 +47,31 @@ class GatedDelta:
         """Return the number of channels of the convolution, which are all queries, keys, values."""
         keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
         return 2 * keys + values
+
+
+@config_class
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-AI 2024), which caches one vector per token.
+
+    The keys and values of all heads are linear functions of a latent vector. In addition, all heads
+    share one rotated key. The projections have no biases.
+    """
+
+    query_rank: Size | None = None
+    """Width of the latent vector of the queries. None projects the queries directly."""
+    rank: Size = 64
+    """Width of the latent vector of keys and values (C)."""
+    nope_dim: Size = 32
+    """Width of the part of each query and key without rotation (H)."""
+    rope_dim: Size = 16
+    """Width of the rotated part of each query, and of the rotated key that all heads share (R)."""
+    value_dim: Size = 32
+    """Width of each value head (Hv)."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @property
+    def key_dim(self) -> int:
+        """Return the width of each query and key head, H + R."""
+        return self.nope_dim + self.rope_dim

@@ -30,7 +30,7 @@ from transformer_jax.config.fields import (
 from transformer_jax.config.inputs import Frames, Patches, Vectors
 from transformer_jax.config.keywords import config_class
 from transformer_jax.config.kinds import register
-from transformer_jax.config.mixers import GatedDelta, Mixer
+from transformer_jax.config.mixers import GatedDelta, LatentAttention, Mixer
 from transformer_jax.config.positions import (
     CustomPositions,
     Learned,
@@ -98,9 +98,13 @@ class ModelConfig(AnyModelConfig):
     mixers: tuple[Mixer, ...] | None = None
     """decoder: mixer of each layer, a pattern that is repeated over the layers of a looped stack:
     layer i uses item i % len(mixers). gated_delta has a state of fixed size instead of keys and
-    values. None uses attention in all layers."""
+    values. latent_attention caches one vector per token instead of keys and values. None uses
+    attention in all layers."""
     gated_delta: GatedDelta | None = None
     """Sizes of the gated_delta layers, which `mixers` requires."""
+    latent_attention: LatentAttention | None = None
+    """Sizes of the latent_attention layers, which `mixers` requires. These layers rotate only the
+    rope_dim entries of each query, and `qk_norm`, num_kv_heads and head_dim do not affect them."""
     block: CustomBlock | None = None
     """Custom block, an instance of your own subclass of CustomBlock. Only available in Python."""
     max_len: Size = 256
@@ -276,22 +280,30 @@ class ModelConfig(AnyModelConfig):
                 fail("mixers", self.mixers, "a pattern needs a looped stack: scan_layers False")
             if self.block is not None:
                 fail("mixers", self.mixers, "is not supported with a custom block")
-        if not self.has_state:
-            unread(self, "needs gated_delta in mixers", "gated_delta")
-        elif self.gated_delta is None:
-            fail("gated_delta", None, "must be set, because mixers contains gated_delta")
-        elif self.gated_delta.norm_order is not None:
+        for name in ("gated_delta", "latent_attention"):
+            if name not in (self.mixers or ()):
+                unread(self, f"needs {name} in mixers", name)
+            elif getattr(self, name) is None:
+                fail(name, None, f"must be set, because mixers contains {name}")
+        if self.gated_delta is not None and self.gated_delta.norm_order is not None:
             if self.norm is None or self.norm_order not in ("pre", "sandwich", "output"):
                 rule = "needs a norm and norm_order 'pre', 'sandwich' or 'output'"
                 fail("gated_delta.norm_order", self.gated_delta.norm_order, rule)
-        if "attention" not in (self.mixers or ("attention",)):
-            names = (
-                *("num_kv_heads", "head_dim", "value_head_dim", "window", "sink_tokens"),
-                *("qkv_bias", "out_bias", "qk_norm", "attention_softcap", "attention_sinks"),
-                *("attention_gate", "attention_scale", "attention_dropout", "implementation"),
-            )
+        if self.latent_attention is not None:
+            for kind in (Shaw, CustomPositions):
+                if isinstance(self.positions, kind):
+                    rule = "latent_attention layers do not support these positions"
+                    fail("positions", self.positions, rule)
+        if not self.has_heads:
+            names = [
+                *("num_kv_heads", "head_dim", "value_head_dim", "qkv_bias", "out_bias", "qk_norm"),
+                "attention_gate",
+            ]
+            if self.latent_attention is None:
+                names += ["window", "sink_tokens", "attention_softcap", "attention_sinks"]
+                names += ["attention_scale", "attention_dropout", "implementation"]
             unread(self, "needs attention in a layer: mixers has none", *names)
-        if self.head_dim is None and self.d_model % self.num_heads:
+        if self.has_heads and self.head_dim is None and self.d_model % self.num_heads:
             fail("num_heads", self.num_heads, f"must divide d_model {self.d_model}")
         if self.num_heads % self.kv_heads:
             fail("num_kv_heads", self.kv_heads, f"must divide num_heads {self.num_heads}")
@@ -368,6 +380,7 @@ class ModelConfig(AnyModelConfig):
                 "a pooler": self.pooling is not None,
                 "your own block": isinstance(self.block, CustomBlock),
                 "gated_delta layers": self.has_state,
+                "latent_attention layers": self.latent_attention is not None,
                 "your own activation": callable(self.activation),
                 "your own positions": isinstance(self.positions, CustomPositions),
             }
@@ -445,6 +458,23 @@ class ModelConfig(AnyModelConfig):
     def has_state(self) -> bool:
         """Whether any layer has a state instead of keys and values."""
         return "gated_delta" in (self.mixers or ())
+
+    @cached_property
+    def has_heads(self) -> bool:
+        """Whether any layer has attention with keys and values of its own for each head."""
+        return self.mixers is None or "attention" in self.mixers
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether every layer has attention."""
+        return set(self.mixers or ()) <= {"attention"}
+
+    def cached_heads(self, i: int) -> tuple[int, int, int]:
+        """Return the number of heads in the cache of layer i, and the widths of its two arrays."""
+        if self.mixer(i) == "latent_attention":
+            assert self.latent_attention is not None
+            return 1, self.latent_attention.rank, self.latent_attention.rope_dim
+        return self.kv_heads, self.key_dim, self.value_dim
 
     @property
     def pooling(self) -> Pooler | None:

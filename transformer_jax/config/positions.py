@@ -209,10 +209,21 @@ class Rope(_Positions):
                 fail(f"{path}{name}", factors, f"must have {pairs} items, one per pair")
 
     def check_model(self, model: ModelConfig) -> None:
-        dims = model.key_dim if self.dims is None else self.dims
-        if dims > model.key_dim or dims % 2:
-            fail("positions.dims", dims, f"must be even and at most head_dim {model.key_dim}")
-        self._check_pairs(dims // 2, "positions.")
+        latent = model.latent_attention
+        if latent is not None:
+            if latent.rope_dim % 2:
+                fail(
+                    "latent_attention.rope_dim", latent.rope_dim, "must be even for positions rope"
+                )
+            self._check_pairs(latent.rope_dim // 2, "positions.")
+        if latent is not None and not model.has_heads:
+            if self.dims is not None:
+                fail("positions.dims", self.dims, "needs attention in mixers")
+        else:
+            dims = model.key_dim if self.dims is None else self.dims
+            if dims > model.key_dim or dims % 2:
+                fail("positions.dims", dims, f"must be even and at most head_dim {model.key_dim}")
+            self._check_pairs(dims // 2, "positions.")
         if self.window_base is not None and not any(model.windows):
             fail("positions.window_base", self.window_base, "needs a window")
         if self.pattern is not None:

@@ -79,7 +79,7 @@ def circuits(
     """
     check_model("circuits", model, {})
     cfg = model.config
-    if cfg.has_state:
+    if not cfg.is_uniform:
         raise ValueError(f"mixers is {cfg.mixers}: circuits need attention in every layer")
     if circuit not in ("qk", "ov"):
         raise ValueError(f"circuit is {circuit!r}: must be 'qk' or 'ov'")

@@ -131,7 +131,7 @@ def why_not_additive(config: ModelConfig) -> str | None:
     if config.masked_token_head:
         rule = "must be False, because the head applies an activation to the last stream"
         return f"masked_token_head is True: {rule}"
-    if config.has_state:
+    if not config.is_uniform:
         return f"mixers is {config.mixers}: every layer must have attention"
     return None
 

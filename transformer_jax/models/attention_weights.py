@@ -32,8 +32,9 @@ def attention_weights(
             `generate(..., capture=("block_*/attention/weights",))`.
 
     Returns:
-        Dict from "attention" to weights f32[B, L, N, T, S] of the L layers with attention. For an
-        encoder-decoder, it also has the keys "cross_attention" and "encoder/attention". A recurrent
+        Dict from "attention" to weights f32[B, L, N, T, S] of the L layers with attention. The key
+        for layers with latent attention is "latent_attention". For an encoder-decoder, the dict
+        also has the keys "cross_attention" and "encoder/attention". A recurrent
         model has a single attention layer without heads, so its weights are f32[B, T, S], and the
         rows of its padding tokens are not 0.
 

@@ -16,7 +16,6 @@ from flax.core import unfreeze
 
 from transformer_jax.attention import biases
 from transformer_jax.attention.api import dot_product_attention, dot_product_attention_weights
-from transformer_jax.attention.dropout import key_words
 from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache
@@ -24,12 +23,12 @@ from transformer_jax.cache.paged_cache import PagedCache
 from transformer_jax.cache.state_cache import StateCache
 from transformer_jax.config import CustomPositions, ModelConfig, Rope, Shaw
 from transformer_jax.config.fields import nearest
-from transformer_jax.kernels.dropout import exact_rate, head_words, keep
 from transformer_jax.models import positions as pos
 from transformer_jax.models.editing import EditSpec
 from transformer_jax.models.experts import ExpertFeedForward
-from transformer_jax.models.functional import F32, dropout, split_key
+from transformer_jax.models.functional import F32, drop_weights, dropout, split_key
 from transformer_jax.models.gated_delta import GatedDeltaNet
+from transformer_jax.models.latent_attention import MultiHeadLatentAttention
 from transformer_jax.models.layers import (
     FeedForward,
     Linear,
@@ -104,21 +103,6 @@ class _Heads(NamedTuple):
         q, k = self.q_positions, self.k_positions
         q = jnp.arange(self.q.shape[1]) if q is None else q
         return q, jnp.arange(self.k.shape[1]) if k is None else k
-
-
-def _drop_as_kernels(weights: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Apply dropout to weights [B, N, T, S], with the same bits as `dot_product_attention`."""
-    if key is None or (rate := exact_rate(rate)) == 0.0:
-        return weights
-
-    def drop(weights: jax.Array, key: jax.Array) -> jax.Array:
-        B, N, T, S = weights.shape
-        a, b = (word[..., None, None] for word in head_words(key_words(key), B, N))
-        q = jnp.arange(T, dtype=jnp.uint32)[None, None, :, None]
-        k = jnp.arange(S, dtype=jnp.uint32)[None, None, None, :]
-        return jnp.where(keep(a, b, q, k, rate), weights / (1 - rate), 0.0)
-
-    return by_compiler(drop, [weights, key], split(weights))
 
 
 class Attention(Module):
@@ -274,7 +258,7 @@ class Attention(Module):
                     f"invariant=True does not support an edit of {weights_name}"
                 )
             # dropout must drop the same weights as without an edit
-            drop = _drop_as_kernels if self.shaw is None else dropout
+            drop = drop_weights if self.shaw is None else dropout
             out = self._average(drop(weights, cfg.attention_dropout, dropout_key), heads)
         else:
             # "attention" recomputes only the scores: queries, keys and values are saved
@@ -518,6 +502,9 @@ class Block(Module):
         mixer = "attention" if self.number is None else cfg.mixer(self.number)
         if mixer == "gated_delta":
             self.gated_delta = GatedDeltaNet(cfg, self.depth)
+        elif mixer == "latent_attention":
+            latent = MultiHeadLatentAttention(cfg, self.depth, self.window, self.number)
+            self.latent_attention = latent
         else:
             number = self.number
             self.attention = Attention(cfg, depth=self.depth, window=self.window, number=number)
@@ -540,7 +527,7 @@ class Block(Module):
             self.norm = dict.fromkeys(branches, Norm(cfg, name="norm"))
         elif order != "output":
             # in ModernBERT, the norm of the embedding replaces the first norm of block 0
-            skipped = [] if cfg.first_norm or self.number != 0 else ["attention"]
+            skipped = [] if cfg.first_norm or self.number != 0 else [mixer]
             self.norm = {name: Norm(cfg) for name in branches if name not in skipped}
         if order in ("sandwich", "output"):
             self.out_norm = {name: Norm(cfg) for name in branches}
@@ -604,6 +591,13 @@ class Block(Module):
                 y, cache = self.gated_delta(
                     y, positions=inputs.positions, segments=inputs.segments, cache=cache,
                     dropout_key=keys[1], visit=visit,
+                )  # fmt: skip
+            elif branch == "latent_attention":
+                assert not isinstance(cache, StateCache)
+                y, cache = self.latent_attention(
+                    y, positions=inputs.positions, token_positions=inputs.token_positions,
+                    mask=inputs.mask, bias=inputs.bias, cache=cache, dropout_key=keys[1],
+                    visit=visit,
                 )  # fmt: skip
             elif branch == "cross_attention":
                 if cross_cache is None:

@@ -150,7 +150,8 @@ def init_cache(
             sink tokens is enough, because the cache is then a ring that never fills up. With a
             window pattern, layers without a window have `capacity` slots, and the others are rings
             of min(capacity, window + sink_tokens + slack) slots. A gated_delta layer has a state of
-            the same size for every capacity.
+            the same size for every capacity. A latent_attention layer stores its latent vectors as
+            keys, and its rotated keys as values.
         dtype: dtype of keys and values, either int8, with the error documented in
             `transformer_jax.cache`, or a floating-point dtype of at least 16 bits. None means the
             compute dtype.
@@ -208,10 +209,10 @@ def init_paged_cache(
         raise ValueError("scan_layers is True: a paged cache requires a looped stack")
     if config.has_state:
         raise ValueError(f"mixers is {config.mixers}: a paged cache supports only attention")
-    sizes = batch, capacity, config.kv_heads, config.key_dim, config.value_dim
+    heads = map(config.cached_heads, range(config.num_layers))
     dtype = config.dtype if dtype is None else dtype
     pages = dict(num_pages=num_pages, page_size=page_size)
-    layers = [paged_cache.init(*sizes, dtype, **pages) for _ in range(config.num_layers)]
+    layers = [paged_cache.init(batch, capacity, *sizes, dtype, **pages) for sizes in heads]
     return ModelCache(tuple(layers))
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias, cast
 
 import jax
 
-from transformer_jax.config import LoraConfig, ModelConfig, TrainConfig
+from transformer_jax.config import LatentAttention, LoraConfig, ModelConfig, TrainConfig
 from transformer_jax.config.model import as_transformer
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import matrices, select
@@ -175,6 +175,11 @@ def _place(name: str, config: ModelConfig) -> _Place:
     first = {"query", "key", "value", "up", "gate", "router", "shared_gate"}
     first |= {"query_conv", "key_conv", "value_conv"}
     first |= {"beta", "decay", "decay_rate", "decay_bias", "head_scale"}
+    if "latent_attention" in rest and {"key", "value", "query"} & {*rest}:
+        direct = "query" in rest and config.latent_attention.query_rank is None
+        return (block, branch, 1 if direct else 2)
+    if "latent_attention" in rest:
+        return (block, branch, 3 if "out" in rest else 1)
     return (block, branch, 1 if first & {*rest} else 2)
 
 
@@ -201,8 +206,10 @@ def _products(config: ModelConfig, length: int, source_length: int) -> Iterator[
         logits = 2.0 * config.vocab_size * config.embedding_width * length
         yield _Product("output", logits, length)
 
-    def attention(at: str, pairs: float) -> Iterator[_Product]:
-        for part, width in (("scores", config.key_dim), ("values", config.value_dim)):
+    def attention(
+        at: str, pairs: float, one: ModelConfig | LatentAttention = config
+    ) -> Iterator[_Product]:
+        for part, width in (("scores", one.key_dim), ("values", one.value_dim)):
             yield _Product(f"{at}/{part}", 2.0 * config.num_heads * width * pairs, 0)
 
     def block(number: int) -> str:
@@ -227,6 +234,9 @@ def _products(config: ModelConfig, length: int, source_length: int) -> Iterator[
                 continue
             window = config.windows[number % len(config.windows)]
             pairs = _pairs(window, length, True, config.sink_tokens)
+            if (latent := config.latent_attention) and config.mixer(number) == "latent_attention":
+                yield from attention(f"decoder/block_{number}/latent_attention", pairs, latent)
+                continue
             yield from attention(f"decoder/{block(number)}/attention", pairs)
             if both:
                 at = f"decoder/{block(number)}/cross_attention"

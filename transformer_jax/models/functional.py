@@ -11,11 +11,12 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.attention.dropout import key_words
 from transformer_jax.checks import check_key
 from transformer_jax.config import Activation
 from transformer_jax.config.fields import fail, nearest
 from transformer_jax.config.model import AnyActivation
-from transformer_jax.kernels.dropout import exact_rate, threshold
+from transformer_jax.kernels.dropout import exact_rate, head_words, keep, threshold
 from transformer_jax.sharding import by_compiler, split
 
 F32 = jnp.float32
@@ -87,6 +88,21 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
         return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
     return by_compiler(drop, [x, key], split(x))
+
+
+def drop_weights(weights: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Apply dropout to weights [B, N, T, S], with the same bits as `dot_product_attention`."""
+    if key is None or (rate := exact_rate(rate)) == 0.0:
+        return weights
+
+    def drop(weights: jax.Array, key: jax.Array) -> jax.Array:
+        B, N, T, S = weights.shape
+        a, b = (word[..., None, None] for word in head_words(key_words(key), B, N))
+        q = jnp.arange(T, dtype=jnp.uint32)[None, None, :, None]
+        k = jnp.arange(S, dtype=jnp.uint32)[None, None, None, :]
+        return jnp.where(keep(a, b, q, k, rate), weights / (1 - rate), 0.0)
+
+    return by_compiler(drop, [weights, key], split(weights))
 
 
 def split_key(key: jax.Array | None, parts: int) -> list[jax.Array | None]:

@@ -60,6 +60,7 @@ _FIELDS = {
     "classifier": "num_classes", "pooler": "pooler", "head_dense": "masked_token_head",
     "head_norm": "masked_token_head", "cross_attention": "kind", "encoder": "kind",
     "gated_delta": "mixers", "norm_gated_delta": "mixers", "attention": "mixers",
+    "latent_attention": "mixers", "norm_latent_attention": "mixers",
     "decoder": "kind", "feed_forward": "d_ff", "inputs": "inputs", "blocks": "scan_layers",
     "block_": "num_layers", "own": "block",
     "norm_attention": "norm_order", "norm_feed_forward": "norm_order", "norm": "norm_order",

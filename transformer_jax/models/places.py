@@ -80,6 +80,8 @@ def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
         .../key_positions    positions of the keys, negative for empty slots; cannot be edited
         .../gate             the sigmoid that multiplies the heads, with `attention_gate`
         .../heads            the output of each head, before the output matrix
+        .../latent           of a latent_attention layer, after its norm, with one head
+        .../rotated_key      of a latent_attention layer, shared by all heads
         .../decay, beta      of a gated_delta layer, per head: the logarithm of the factor for the
                              state, and the strength of the write
         .../state            of a gated_delta layer, after the last token; cannot be edited
@@ -159,6 +161,17 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
             "beta": values[:3],
             "state": ("B", sizes.num_value_heads, sizes.key_dim, sizes.value_dim),
             "heads": values,
+            "output": stream,
+        }
+    if (latent := config.latent_attention) is not None:
+        mixers["latent_attention"] = {
+            "input": stream,
+            "query": ("B", "T", N, latent.key_dim),
+            "latent": ("B", "T", 1, latent.rank),
+            "rotated_key": ("B", "T", 1, latent.rope_dim),
+            "weights": ("B", N, "T", "S"),
+            "key_positions": ("B", "S"),
+            "heads": ("B", "T", N, latent.value_dim),
             "output": stream,
         }
     rest = {"cross_attention": attention("S")} if cross else {}

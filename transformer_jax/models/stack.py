@@ -120,6 +120,9 @@ class Stack(Module):
             # plan each mask once, because all self-attention layers share its tile plan
             heads = (cfg.num_heads, cfg.kv_heads, cfg.kv_heads)
             widths = (cfg.key_dim, cfg.key_dim, cfg.value_dim)
+            if (latent := cfg.latent_attention) is not None and not cfg.has_heads:
+                heads = (cfg.num_heads,) * 3
+                widths = (latent.key_dim, latent.key_dim, latent.value_dim)
             sizes = [(*x.shape[:2], n, width) for n, width in zip(heads, widths, strict=True)]
             qkv = [jax.ShapeDtypeStruct(size, cfg.dtype) for size in sizes]
             plan = partial(

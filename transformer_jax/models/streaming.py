@@ -120,7 +120,7 @@ class StreamingEncoder(CheckedModule):
         if not isinstance(config, ModelConfig):
             raise ValueError(f"config is of type {type(config).__name__}: must be a ModelConfig")
         window = _window(config)
-        if config.has_state:
+        if not config.is_uniform:
             raise ValueError(f"mixers is {config.mixers}: a StreamingEncoder needs attention")
         if config.kind != "decoder":
             rule = "must be 'decoder', since a StreamingEncoder is a causal stack"
@@ -393,6 +393,8 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
         raise ValueError(f"sink_tokens is {config.sink_tokens}: {rule}")
     refuse_pages(cache, "rebase_cache")
     refuse_state(cache, "rebase_cache")
+    if config.latent_attention is not None:
+        raise ValueError(f"mixers is {config.mixers}: rebase_cache needs attention in every layer")
     window = _window(config)
     limit = cache_limit(config, cache.capacity)
     if limit is not None:

@@ -68,7 +68,7 @@ def branches(config: ModelConfig) -> list[str]:
 
     Raise ConfigError if a layer has no attention, because the results have an axis of all layers.
     """
-    if config.has_state:
+    if not config.is_uniform:
         rule = "every layer must have attention to be inspected"
         raise ConfigError(f"mixers is {config.mixers}: {rule}")
     return ["attention", *(["cross_attention"] if config.kind == "encoder-decoder" else [])]

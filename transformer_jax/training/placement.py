@@ -7,6 +7,7 @@ Matrices are split as follows:
 
     query, key, value [D, N, H]   up, gate [D, F]     inputs by fsdp, heads or width by tensor
     out [N, H, D]                 down [F, D]         heads or width by tensor, outputs by fsdp
+    latent [D, C]                                     inputs by fsdp
     expert up, gate [E, D, F] and down [E, F, D]      like up, gate, and down; experts by expert
     token embedding tables [V, D]                     vocabulary by tensor, width by fsdp
 
@@ -40,6 +41,9 @@ _KERNELS: dict[str, tuple[str | None, ...]] = {
     "key": ("fsdp", "tensor", None),
     "value": ("fsdp", "tensor", None),
     "out": ("tensor", None, "fsdp"),
+    "query_latent": ("fsdp", None),
+    "latent": ("fsdp", None),
+    "rotated_key": ("fsdp", None),
     "up": ("fsdp", "tensor"),
     "gate": ("fsdp", "tensor"),
     "down": ("tensor", "fsdp"),

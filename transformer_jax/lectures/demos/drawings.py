@@ -92,10 +92,9 @@ def attention_box(config: ModelConfig, stack: str, cross: bool = False) -> Box:
             lines.append(f"relative_bias {config.positions.buckets} × {n}, of all blocks")
         elif not _joins_embeddings(config):
             lines.append(f"positions: {type(config.positions).__name__}")
-    if config.has_state:
-        layers = range(config.num_layers)
-        count = sum(config.mixer(i) == "gated_delta" for i in layers)
-        lines.append(f"gated_delta instead in {count} of {len(layers)} blocks")
+    others = [m for m in map(config.mixer, range(config.num_layers)) if m != "attention"]
+    for mixer in dict.fromkeys(others):
+        lines.append(f"{mixer} instead in {others.count(mixer)} of {config.num_layers} blocks")
     return Box(name, lines, "attention")
 
 

@@ -196,13 +196,12 @@ def plan_decoding(
     cache = jax.eval_shape(lambda: init_cache(model, batch_size, length))
     assert placement.mesh is not None
     tensor = placement.mesh.shape["tensor"]
-    heads = "tensor" if model.kv_heads % tensor == 0 else None
 
     def placed(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         name = jax.tree_util.keystr(path[-1:], simple=True)
         axes: list[str | tuple[str, ...] | None] = [ROWS, *(None,) * (leaf.ndim - 1)]
-        if name in ("k", "v"):
-            axes[-2] = heads
+        if name in ("k", "v") and leaf.shape[-2] % tensor == 0:
+            axes[-2] = "tensor"
         elif name == "state" and leaf.shape[1] % tensor == 0:
             axes[1] = "tensor"
         sharding = _sharding(placement, PartitionSpec(*axes))
