@@ -175,11 +175,10 @@ def _place(name: str, config: ModelConfig) -> _Place:
     first = {"query", "key", "value", "up", "gate", "router", "shared_gate"}
     first |= {"query_conv", "key_conv", "value_conv"}
     first |= {"beta", "decay", "decay_rate", "decay_bias", "head_scale"}
-    if "latent_attention" in rest and {"key", "value", "query"} & {*rest}:
-        direct = "query" in rest and config.latent_attention.query_rank is None
-        return (block, branch, 1 if direct else 2)
     if "latent_attention" in rest:
-        return (block, branch, 3 if "out" in rest else 1)
+        latent, late = config.latent_attention, {"key", "value"}
+        late |= {"query"} if latent is not None and latent.query_rank else set()
+        return (block, branch, 3 if "out" in rest else 2 if late & {*rest} else 1)
     return (block, branch, 1 if first & {*rest} else 2)
 
 

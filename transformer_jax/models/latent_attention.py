@@ -141,7 +141,8 @@ class MultiHeadLatentAttention(Module):
         if kernels is not None and place not in visit.requested:
             # In a step of decoding, the expanded form would multiply the latents of all slots by
             # both kernels, so `latent_attention` chooses the form with fewer products.
-            heads = latent_attention(q, c[:, :, 0], r[:, :, 0], *kernels, **options, **drop)
+            of_cache: Any = partial(latent_attention, **options, **drop)
+            heads = of_cache(q, c[:, :, 0], r[:, :, 0], *kernels)
         else:
             k, v = self.key(c[:, :, 0], dropout_key), self.value(c[:, :, 0], dropout_key)
             k = by_compiler(_with_rotated, [k, r], split(k))
