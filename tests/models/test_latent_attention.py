@@ -327,9 +327,9 @@ def test_beams_speculation_and_slots_equal_plain_decoding(params):
     [
         (dict(latent_attention=None), "latent_attention is None: must be set, because mixers"),
         (dict(mixers=None), "latent_attention is .*: needs latent_attention in mixers"),
-        (dict(num_kv_heads=1), "num_kv_heads is 1: needs attention in mixers"),
-        (dict(qk_norm=True), "qk_norm is True: needs attention in mixers"),
-        (dict(head_dim=8), "head_dim is 8: needs attention in mixers"),
+        (dict(num_kv_heads=1), "num_kv_heads is 1: needs attention in a layer"),
+        (dict(qk_norm=True), "qk_norm is True: needs attention in a layer"),
+        (dict(head_dim=8), "head_dim is 8: needs attention in a layer"),
         (dict(positions=Shaw()), "positions is .*: latent_attention layers do not support these"),
         (dict(positions=Rope(dims=2)), "positions.dims is 2: needs attention in mixers"),
         (

@@ -176,9 +176,9 @@ def _place(name: str, config: ModelConfig) -> _Place:
     first |= {"query_conv", "key_conv", "value_conv"}
     first |= {"beta", "decay", "decay_rate", "decay_bias", "head_scale"}
     if "latent_attention" in rest:
-        latent, late = config.latent_attention, {"key", "value"}
-        late |= {"query"} if latent is not None and latent.query_rank else set()
-        return (block, branch, 3 if "out" in rest else 2 if late & {*rest} else 1)
+        latent, second = config.latent_attention, {"key", "value"}
+        second |= {"query"} if latent is not None and latent.query_rank else set()
+        return (block, branch, 3 if "out" in rest else 2 if second & {*rest} else 1)
     return (block, branch, 1 if first & {*rest} else 2)
 
 
