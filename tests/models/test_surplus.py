@@ -14,6 +14,7 @@ import transformer_jax as tj
 CONFIG = tj.ModelConfig(
     vocab_size=11, d_model=6, num_layers=1, num_heads=3, d_ff=7, max_len=13, positions="rope"
 )
+NORMED = replace(CONFIG, qk_norm=True, qk_norm_kind="layernorm")
 CROSS = replace(CONFIG, kind="encoder-decoder")
 ENCODER = replace(CONFIG, kind="encoder")
 CELLS = tj.RecurrentConfig(vocab_size=11, d_embed=5, d_hidden=7)
@@ -46,6 +47,7 @@ MORE = {
     "tie_embeddings": (CONFIG, replace(CONFIG, tie_embeddings=False)),
     "logit_bias": (CONFIG, replace(CONFIG, logit_bias=True)),
     "qk_norm": (CONFIG, replace(CONFIG, qk_norm=True)),
+    "qk_norm_bias": (NORMED, replace(NORMED, qk_norm_bias=True)),
     "attention_sinks": (CONFIG, replace(CONFIG, attention_sinks=True)),
     "attention_gate": (CONFIG, replace(CONFIG, attention_gate=True)),
     "type_vocab_size": (ENCODER, replace(ENCODER, type_vocab_size=2)),

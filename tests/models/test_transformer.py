@@ -160,6 +160,23 @@ CASES: dict[str, dict] = {
         logit_bias=True, tie_embeddings=False, activation="gelu",
     ),
     "rmsnorm-with-biases": dict(norm="rmsnorm", embedding_norm=True, logit_bias=True),
+    "persimmon": dict(
+        positions=Rope(dims=4), activation="relu_squared", qk_norm=True, qk_norm_kind="layernorm",
+        qk_norm_bias=True, positions_=PADDED,
+    ),
+    "hunyuan": dict(
+        positions=Rope(base=97.0), norm="rmsnorm", use_bias=False, glu=True, qk_norm=True,
+        qk_norm_after_rope=True, num_kv_heads=1, positions_=PADDED,
+    ),
+    "biases-of-own-heads-after-rotation": dict(
+        positions=Rope(dims=4, pattern=(True, False)), qk_norm=True, qk_norm_kind="layernorm",
+        qk_norm_over="own_head", qk_norm_bias=True, qk_norm_after_rope=True, num_kv_heads=1,
+        norm_unit_offset=True,
+    ),
+    "biases-of-all-heads-together": dict(
+        positions=Rope(dims=4), qk_norm=True, qk_norm_kind="layernorm", qk_norm_over="heads",
+        qk_norm_bias=True, qk_norm_after_rope=True, num_heads=4, num_kv_heads=2, num_layers=1,
+    ),
     "nemotron": dict(
         positions=Rope(dims=4), norm_unit_offset=True, activation="relu_squared", qkv_bias=False,
         out_bias=False, ff_bias=False, num_kv_heads=1, positions_=PADDED,

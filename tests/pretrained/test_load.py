@@ -339,6 +339,11 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
     "nemotron": (small(model_type="nemotron", **NO_DEFAULT | dict(head_dim=4)), (), SMALL | BARE
         | PLAIN | dict(num_kv_heads=8, head_dim=4, norm_unit_offset=True,
         tie_embeddings=False, positions=Rope(dims=2))),
+    "persimmon": (small(model_type="persimmon", **NO_DEFAULT | dict(head_dim=..., hidden_size=32)),
+        (), SMALL | dict(d_model=32, activation="relu_squared", qk_norm=True,
+        qk_norm_kind="layernorm", qk_norm_bias=True, tie_embeddings=False, positions=Rope(dims=2))),
+    "hunyuan_v1_dense": (small(model_type="hunyuan_v1_dense", **NO_DEFAULT), (), SMALL_LLAMA | EIGHT
+        | dict(norm_eps=1e-5, qk_norm=True, qk_norm_after_rope=True)),
     "gpt_neox": (dict(model_type="gpt_neox"), (), NEOX | dict(vocab_size=50432, d_model=6144,
         d_ff=24576, num_layers=44, num_heads=64, positions=Rope(dims=24))),
     "gptj": (dict(model_type="gptj"), (), GPTJ),

@@ -17,6 +17,7 @@ SIZES = {
     "gpt_oss": LLAMA | dict(rope_scaling=dict(rope_type="default")),
     "cohere": LLAMA | dict(rope_theta=1e4), "cohere2": LLAMA | dict(rope_theta=1e4),
     "helium": LLAMA | dict(head_dim=16),
+    "persimmon": {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"},
 }  # fmt: skip
 """Required keys per family; other families have defaults, or need only those of Llama."""
 DEFAULTED = (
@@ -101,6 +102,11 @@ def test_keys_common_to_all_models_have_no_effect(family):
         ("qwen3", dict(qkv_bias=True), "qkv_bias is True: must be False"),
         ("qwen2", dict(use_qk_norm=True), "use_qk_norm is True: must be False"),
         ("qwen2", dict(attention_bias=False), "attention_bias is False: must be True"),
+        ("hunyuan_v1_dense", dict(use_qk_norm=False), "use_qk_norm is False: must be True"),
+        ("hunyuan_v1_dense", dict(rope_scaling=dict(type="linear", factor=1.0, alpha=9.0)),
+         "alpha needs rope_type 'dynamic'"),
+        ("hunyuan_v1_dense", dict(rope_scaling=dict(type="dynamic", factor=1.0, alpha=-9.0)),
+         "alpha is -9.0: must be positive"),
         ("opt", dict(output_projection=False), "output_projection is False: must be True"),
         ("falcon", dict(ff_factor=3), "ff_factor is 3: must be 4"),
         ("falcon", dict(alibi=True), "alibi is True: must be False"),

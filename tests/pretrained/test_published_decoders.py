@@ -105,11 +105,14 @@ def falcon(**changes: Any) -> Case:
     return made
 
 
-def neox(**changes: Any) -> Case:
-    """Return a GPT-NeoX, which has no separate number of key heads."""
-    made = case("GPTNeoX", **changes)
+def without_groups(name: str, **changes: Any) -> Case:
+    """Return a model whose config has no separate number of key heads."""
+    made = case(name, **changes)
     del made.changes["num_key_value_heads"]
     return made
+
+
+neox = partial(without_groups, "GPTNeoX")
 
 
 def rope(kind: str, trained: int | None = None, /, **parameters: Any) -> Case:
@@ -300,6 +303,16 @@ CASES = {
         "Nemotron", head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
         norm_eps=1e-2, rope_parameters=FAR | dict(partial_rotary_factor=1 / 3),
     ),
+    "persimmon": without_groups("Persimmon"),
+    "persimmon, no norms of heads": without_groups(
+        "Persimmon", qk_layernorm=False, hidden_act="gelu_new", tie_word_embeddings=True,
+        rope_parameters=FAR | dict(partial_rotary_factor=0.25),
+    ),
+    "hunyuan": case("HunYuanDenseV1", head_dim=12, attention_bias=True, tie_word_embeddings=True),
+    "hunyuan, alpha": case(
+        "HunYuanDenseV1", head_dim=8, rms_norm_eps=1e-2,
+        rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=1.0, alpha=100.0),
+    ),
     "starcoder2": case("Starcoder2", sliding_window=WINDOW),
     "starcoder2, no biases": case(
         "Starcoder2", num_key_value_heads=1, use_bias=False, tie_word_embeddings=False,
@@ -386,7 +399,7 @@ def often(names: Any, seldom: Any) -> list[Any]:
 SLOW = (
     "granite", "smollm3", "cohere", "falcon", "neox", "gptj", "phi", "olmo", "starcoder2",
     "stablelm", "opt", "bloom", "glm", "ernie", "seed", "helium", "exaone4",
-    "arcee", "nemotron",
+    "arcee", "nemotron", "persimmon", "hunyuan",
 )  # fmt: skip
 
 
@@ -394,7 +407,7 @@ ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemm
 ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
 ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "falcon", "starcoder2", "stablelm"
 ONE_OF_EACH += "opt", "bloom", "glm", "glm4", "ernie", "seed", "helium", "exaone4"
-ONE_OF_EACH += "arcee", "nemotron"
+ONE_OF_EACH += "arcee", "nemotron", "persimmon", "hunyuan"
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss"
 """In memory, transformers has one tensor for all experts of a block, so their gradients are
 compared only with formulas (tests/models/test_experts.py)."""
@@ -485,11 +498,15 @@ def test_logits_and_internals_match_transformers(name, folders, rng):
         assert_same_views(seen, want, valid)
 
 
+LIKE = "phi3", "falcon", "persimmon", "smollm3"
+"""Families some of whose configs an earlier family can express, and smollm3, which pads with token
+128004."""
+
+
 @pytest.mark.parametrize("name", often(CASES, ()))
 def test_saved_folder_matches_original(name, folders, rng, tmp_path):
     ids = torch.tensor(tokens(rng, VOCAB, 1, 80)).long()
-    # earlier families can express some phi3 and falcon configs; smollm3 pads with token 128004
-    like = folders(name) if name.startswith(("phi3", "smollm3", "falcon")) else None
+    like = folders(name) if name.startswith(LIKE) else None
     assert_round_trip(folders(name), tmp_path, AUTO, like, input_ids=ids)
 
 

@@ -44,6 +44,7 @@ BART = dict(
     decoder_attention_heads=4, encoder_ffn_dim=44, decoder_ffn_dim=44, max_position_embeddings=48,
 )  # fmt: skip
 T5 = dict(d_model=32, d_kv=8, d_ff=44, num_layers=1, num_heads=4)
+GLM_LIKE = "glm", "glm4", "ernie4_5", "seed_oss", "helium", "hunyuan_v1_dense"
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gptj": GPT2 | dict(rotary_dim=4),
@@ -52,13 +53,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "gemma": LLAMA | dict(head_dim=8),
     "qwen3": LLAMA | dict(head_dim=8),
     "olmo3": LLAMA | dict(sliding_window=7, rope_theta=500_000.0),
-    **dict.fromkeys(("glm", "glm4", "ernie4_5", "seed_oss", "helium"), LLAMA | dict(head_dim=8)),
+    **dict.fromkeys(GLM_LIKE, LLAMA | dict(head_dim=8)),
     "exaone4": LLAMA | dict(sliding_window=7, sliding_window_pattern=2),
     "cohere": LLAMA | dict(rope_theta=1e4, logit_scale=1.0),
     "cohere2": LLAMA | dict(rope_theta=1e4, logit_scale=1.0, sliding_window=7),
     "gpt_neox": BERT | dict(rotary_pct=0.5),
     "phi": LLAMA,
     "stablelm": LLAMA,
+    "persimmon": BERT,
     "opt": dict(
         hidden_size=32, ffn_dim=44, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=48,
@@ -284,6 +286,14 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "nemotron": [dict(positions=Rope()), dict(positions=Rope(dims=6)), dict(qkv_bias=True),
         dict(qkv_bias=None, out_bias=None), dict(ff_bias=True), dict(norm_unit_offset=False),
         dict(use_bias=False), dict(positions=Rope(dims=4, **STRETCHED)), dict(head_dim=12)],
+    "persimmon": [dict(qk_norm=False, qk_norm_kind="rmsnorm", qk_norm_bias=False),
+        dict(qk_norm_bias=False), dict(positions=Rope()), dict(positions=Rope(dims=6)),
+        dict(num_kv_heads=2), dict(head_dim=12), dict(use_bias=False), dict(norm_eps=0.1),
+        dict(positions=Rope(dims=4, **STRETCHED)), dict(qk_norm_after_rope=True)],
+    "hunyuan_v1_dense": [dict(use_bias=True, ff_bias=False), dict(qk_norm_after_rope=False),
+        dict(positions=Rope(dims=4)), dict(positions=Rope(base=100.0, **STRETCHED)),
+        dict(head_dim=None), dict(head_dim=12), dict(tie_embeddings=True),
+        dict(qk_norm_over="own_head"), dict(qk_norm_kind="layernorm")],
     "helium": [dict(qkv_bias=True), dict(out_bias=True), dict(ff_bias=True), dict(head_dim=12),
         dict(positions=Rope(dims=4, pairing="interleaved")), dict(tie_embeddings=True)],
     "exaone4": [dict(window=None), dict(window=7), dict(positions=None, window=None),

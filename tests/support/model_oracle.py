@@ -299,12 +299,13 @@ def _attention(
     config, p: Params, x, context, row, context_row, visible, position_bias, kind, record, base=None
 ):
     q, k, v = _affine(x, p["query"]), _affine(context, p["key"]), _affine(context, p["value"])
-    if config.qk_norm:
-        q = _normalised(config, q, p["query_scale"])
-        k = _normalised(config, k, p["key_scale"])
+    if config.qk_norm and not config.qk_norm_after_rope:
+        q, k = _normalised(config, q, p, "query"), _normalised(config, k, p, "key")
     if kind_of(kind) == "Rope":
         q = _rotate(q, row.token_place, kind, base)
         k = _rotate(k, context_row.token_place, kind, base)
+    if config.qk_norm_after_rope:
+        q, k = _normalised(config, q, p, "query"), _normalised(config, k, p, "key")
     queries, heads, width = q.shape
     group = heads // k.shape[1]
     scale = 1 / math.sqrt(width) if config.attention_scale is None else config.attention_scale
@@ -339,12 +340,13 @@ def _attention(
     return _affine(out, p["out"])
 
 
-def _normalised(config, x: np.ndarray, scale: np.ndarray) -> np.ndarray:  # [T, N, H]
-    scale = config.norm_unit_offset + scale
+def _normalised(config, x: np.ndarray, p: Params, name: str) -> np.ndarray:  # [T, N, H]
+    scale = config.norm_unit_offset + p[f"{name}_scale"]
+    bias = p[f"{name}_norm_bias"] if config.qk_norm_bias else 0.0
     rows = x.reshape(len(x), -1) if config.qk_norm_over == "heads" else x
     if config.qk_norm_kind == "layernorm":
         rows = rows - rows.mean(axis=-1, keepdims=True)
-    return (_rms(rows, config.norm_eps) * scale).reshape(x.shape)
+    return (_rms(rows, config.norm_eps) * scale + bias).reshape(x.shape)
 
 
 def _feed_forward(config, p: Params, x: np.ndarray) -> np.ndarray:

@@ -35,6 +35,7 @@ from transformer_jax.config.positions import (
     CustomPositions,
     Learned,
     Positions,
+    Rope,
     Shaw,
     positions_of,
 )
@@ -164,7 +165,11 @@ class ModelConfig(AnyModelConfig):
     qk_norm: bool = False
     """Normalize queries and keys before positional encodings are applied."""
     qk_norm_kind: Norm = "rmsnorm"
-    """Norm layer for `qk_norm`: rmsnorm, or layernorm without a bias (Cohere)."""
+    """Norm layer for `qk_norm`: rmsnorm, or layernorm (Cohere)."""
+    qk_norm_bias: bool = False
+    """Use bias vectors in `qk_norm`, if its kind is layernorm (Persimmon)."""
+    qk_norm_after_rope: bool = False
+    """Apply `qk_norm` after the rotation instead of before (Hunyuan)."""
     qk_norm_over: Literal["head", "own_head", "heads"] = "head"
     """Axes that `qk_norm` normalizes. head: each head separately, with one scale for all heads.
     own_head: each head separately, with its own scale (Cohere). heads: all heads together (OLMo
@@ -319,7 +324,12 @@ class ModelConfig(AnyModelConfig):
         if self.scan_layers:
             unread(self, "needs a looped stack: scan_layers False", "first_norm")
         if not self.qk_norm:
-            unread(self, "needs qk_norm", "qk_norm_kind", "qk_norm_over")
+            fields = "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope", "qk_norm_over"
+            unread(self, "needs qk_norm", *fields)
+        if self.qk_norm_kind != "layernorm":
+            unread(self, "needs qk_norm_kind 'layernorm'", "qk_norm_bias")
+        if not isinstance(self.positions, Rope):
+            unread(self, "needs positions 'rope'", "qk_norm_after_rope")
         # these checks use the sizes, which have been validated above
         if self.positions is not None:
             self.positions.check_model(self)

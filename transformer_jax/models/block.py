@@ -141,6 +141,9 @@ class Attention(Module):
                     "heads": (heads * cfg.key_dim,),
                 }[cfg.qk_norm_over]
                 setattr(self, name, norm_scale(self, name, cfg, *shape))
+                if cfg.qk_norm_bias:
+                    name = name.replace("scale", "norm_bias")
+                    setattr(self, name, parameter(self, name, nn.initializers.zeros, shape))
         if cfg.attention_sinks:
             self.sinks = parameter(self, "sinks", nn.initializers.zeros, (cfg.num_heads,))
         # cross-attention has no notion of distance
@@ -169,21 +172,32 @@ class Attention(Module):
         positions: jax.Array | None,  # i32[B, T] or [T]
     ) -> jax.Array:  # [B, T, N, H]
         """Apply `qk_norm` and the rotation to queries or keys."""
+        if self.config.qk_norm_after_rope:
+            return self._normed(self._rotated(x, positions), name)
+        return self._rotated(self._normed(x, name), positions)
+
+    def _normed(self, x: jax.Array, name: Literal["query", "key"]) -> jax.Array:  # [B, T, N, H]
         cfg = self.config
-        if cfg.qk_norm:
-            scale = self.query_scale if name == "query" else self.key_scale
-            centred = cfg.qk_norm_kind == "layernorm"
-            normed = partial(
-                norm, bias=None, eps=cfg.norm_eps, centred=centred, invariant=cfg.invariant
-            )
-            if cfg.qk_norm_over == "head":
-                x = normed(x, scale)
-            elif cfg.qk_norm_over == "own_head":
-                # in Cohere, each head has its own scale, which `norm` cannot apply
-                x = (normed(x.astype(F32), None) * scale[None, None]).astype(x.dtype)
-            else:
-                # OLMo 2 normalizes all heads together, before splitting them
-                x = normed(rearrange(x, "B T N H -> B T (N H)"), scale).reshape(x.shape)
+        if not cfg.qk_norm:
+            return x
+        scale = self.query_scale if name == "query" else self.key_scale
+        bias = getattr(self, f"{name}_norm_bias") if cfg.qk_norm_bias else None
+        centred = cfg.qk_norm_kind == "layernorm"
+        normed = partial(norm, eps=cfg.norm_eps, centred=centred, invariant=cfg.invariant)
+        if cfg.qk_norm_over == "head":
+            return normed(x, scale, bias)
+        if cfg.qk_norm_over == "own_head":
+            # in Cohere, each head has its own scale, which `norm` cannot apply
+            y = normed(x.astype(F32), None, None) * scale[None, None]
+            return (y if bias is None else y + bias.astype(F32)[None, None]).astype(x.dtype)
+        # OLMo 2 normalizes all heads together, before splitting them
+        return normed(rearrange(x, "B T N H -> B T (N H)"), scale, bias).reshape(x.shape)
+
+    def _rotated(
+        self,
+        x: jax.Array,  # [B, T, N, H]
+        positions: jax.Array | None,  # i32[B, T] or [T]
+    ) -> jax.Array:  # [B, T, N, H]
         if self.rope is not None:
             assert positions is not None
             return pos.apply_rope(x, positions, self.rope)

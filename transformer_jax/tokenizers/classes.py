@@ -137,10 +137,13 @@ OF_MODEL_TYPE: Mapping[str, str] = {
     "marian": "Marian",
     **dict.fromkeys(
         "mistral mixtral phi3 granite stablelm olmo2 olmo3 modernbert glm glm4 ernie4_5 "
-        "nemotron".split(),
+        "nemotron persimmon".split(),
         "TokenizersBackend",
     ),
-    **dict.fromkeys("llama smollm3 bloom falcon gpt_oss seed_oss helium exaone4 arcee".split(), ""),
+    **dict.fromkeys(
+        "llama smollm3 bloom falcon gpt_oss seed_oss helium exaone4 arcee hunyuan_v1_dense".split(),
+        "",
+    ),
 }
 """Tokenizer class for each `model_type`. An empty string means `FILE`, unless the folder names
 another class."""

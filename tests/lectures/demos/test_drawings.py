@@ -37,7 +37,8 @@ CONFIGS = {
     "sandwich, scanned": dict(norm_order="sandwich", positions="alibi", scan_layers=True),
     "scales": dict(embedding_scale=12.5, residual_scale=0.25),
     "output": dict(
-        norm_order="output", num_kv_heads=1, qk_norm=True, qk_norm_over="heads", norm="rmsnorm"
+        norm_order="output", num_kv_heads=1, qk_norm=True, qk_norm_over="heads", norm="rmsnorm",
+        qk_norm_kind="layernorm", qk_norm_bias=True,
     ),
     "attention alone": dict(d_ff=0),
     "parallel": dict(norm_order="parallel", positions="rope", head_dim=14),

@@ -80,6 +80,8 @@ def attention_box(config: ModelConfig, stack: str, cross: bool = False) -> Box:
         if config.qk_norm_over == "heads":
             scales = f"{n * h}", f"{k * h}"
         lines.append(f"query_scale {scales[0]} · key_scale {scales[1]}")
+        if config.qk_norm_bias:
+            lines.append(f"query_norm_bias {scales[0]} · key_norm_bias {scales[1]}")
     if config.attention_sinks:
         lines.append(f"sinks {n}")
     if config.attention_gate:

@@ -30,7 +30,7 @@ FAMILIES: dict[str, Family] = {
         parallel.GPT_NEOX, parallel.GPTJ, parallel.PHI, parallel.COHERE, parallel.COHERE2,
         layernorm.STARCODER2, layernorm.STABLELM, layernorm.OPT, layernorm.BLOOM, layernorm.FALCON,
         dense.ERNIE, dense.GLM, dense.GLM4, dense.SEED_OSS, dense.HELIUM, dense.EXAONE4,
-        dense.ARCEE, dense.NEMOTRON,
+        dense.ARCEE, dense.NEMOTRON, dense.PERSIMMON, dense.HUNYUAN,
         experts.MIXTRAL, experts.OLMOE, experts.QWEN2_MOE, experts.QWEN3_MOE, experts.GPT_OSS,
         bert.BERT, bert.ROBERTA, bert.XLM_ROBERTA, bert.CAMEMBERT, bert.MPNET, bert.DISTILBERT,
         electra.ELECTRA, albert.ALBERT, modernbert.MODERNBERT, nomic_bert.NOMIC_BERT, t5.T5, t5.MT5,

@@ -1,11 +1,13 @@
 """Decoders that differ from Llama in a few keys and names.
 
 These are GLM and GLM-4 (Zeng et al. 2024), ERNIE 4.5 (Baidu 2025), Seed-OSS (ByteDance 2025),
-Helium (Kyutai 2025), EXAONE 4 (LG AI Research 2025), Arcee (Arcee AI 2025) and Nemotron (Parmar et
-al. 2024).
+Helium (Kyutai 2025), EXAONE 4 (LG AI Research 2025), Arcee (Arcee AI 2025), Nemotron (Parmar et al.
+2024), Persimmon (Elsen et al. 2023) and Hunyuan (Tencent 2025).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.pretrained.families import decoder_keys as d
@@ -176,4 +178,77 @@ NEMOTRON = llama_family(
     ),
     architecture="NemotronForCausalLM",
     rotates_parts=True,
+)
+
+
+# Persimmon: norms of queries and keys with biases
+
+_QK_NORMS = dict(qk_norm=True, qk_norm_kind="layernorm", qk_norm_bias=True)
+_PERSIMMON_NAMES = NORMS | {
+    "attention/qkv": "self_attn.query_key_value", "attention/out": "self_attn.dense",
+    "attention/query_scale": "self_attn.q_layernorm",
+    "attention/key_scale": "self_attn.k_layernorm",
+    "feed_forward/up": "mlp.dense_h_to_4h", "feed_forward/down": "mlp.dense_4h_to_h",
+}  # fmt: skip
+
+PERSIMMON = llama_family(
+    "persimmon",
+    [
+        *k.standard_sizes(),
+        k.Key("layer_norm_eps", "norm_eps", k.positive, 1e-5),
+        _RELU_SQUARED,
+        k.Flag("qk_layernorm", True, on=_QK_NORMS, off=dict(qk_norm=False)),
+        k.Key("tie_word_embeddings", "tie_embeddings", k.flag, False),
+        k.Key("hidden_dropout", "dropout", k.rate, 0.0),
+        k.Key("attention_dropout", "attention_dropout", k.rate, 0.0),
+        k.FixedKeys(partial_rotary_factor=1.0),  # the default is 0.5
+        d.rope(part=0.5),
+    ],
+    table=t.named_decoder(
+        "model.embed_tokens", "model.layers.{i}", _PERSIMMON_NAMES, "model.final_layernorm"
+    ),
+    architecture="PersimmonForCausalLM",
+    rotates_parts=True,
+)
+
+
+# Hunyuan: norms of queries and keys after the rotation
+
+
+def _read_hunyuan_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    """Read RoPE. With `alpha`, a dynamic rotation only has another base, for every length."""
+    names = "rope_parameters", "rope_scaling"
+    specs = {name: keys.take(name, None) for name in names}
+    name = next((n for n in names if isinstance(specs[n], dict) and specs[n].get("alpha")), None)
+    if name is None:
+        return d.rope().read(keys, fields)
+    spec = dict(specs[name])
+    alpha = k.ConfigKeys(spec, f"{keys.where}: {name}", family="rope").positive("alpha")
+    if spec.pop("type", None) != "dynamic" and spec.get("rope_type") != "dynamic":
+        keys.fail(name, specs[name], "alpha needs rope_type 'dynamic'")
+    del spec["alpha"]
+    plain = dict(keys.content, **{name: dict(spec, rope_type="default")})
+    positions = d.read_rope(k.ConfigKeys(plain, keys.where), fields)
+    keys.ignore("rope_theta")
+    width = fields["head_dim"] or fields["d_model"] // fields["num_heads"]
+    return dict(positions=replace(positions, base=positions.base * alpha ** (width / (width - 2))))
+
+
+_HUNYUAN_NAMES = NORMS | t.attention_names("self_attn", "o_proj") | t.gated_names("mlp") | {
+    "attention/query_scale": "self_attn.query_layernorm",
+    "attention/key_scale": "self_attn.key_layernorm",
+}  # fmt: skip
+HUNYUAN = llama_family(
+    "hunyuan_v1_dense",
+    [
+        *d.gated(eps=1e-5),
+        d.ATTENTION_BIAS,
+        k.Fixed(qk_norm=True, qk_norm_after_rope=True),
+        # transformers fails without head_dim
+        k.Code(
+            _read_hunyuan_rope, lambda config: d.write_rope(config) | dict(head_dim=config.key_dim)
+        ),
+    ],
+    table=t.named_decoder("model.embed_tokens", "model.layers.{i}", _HUNYUAN_NAMES, "model.norm"),
+    architecture="HunYuanDenseV1ForCausalLM",
 )

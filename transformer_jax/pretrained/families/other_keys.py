@@ -19,7 +19,7 @@ _DECODERS = (
     "gpt2 llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite smollm3 olmo2 olmo3 "
     "gpt_neox gptj phi cohere cohere2 starcoder2 stablelm opt bloom falcon mixtral olmoe qwen2_moe "
     "qwen3_moe gpt_oss glm glm4 ernie4_5 seed_oss helium exaone4 "
-    "arcee nemotron"
+    "arcee nemotron persimmon hunyuan_v1_dense"
 )
 _BERTS = "bert roberta xlm-roberta camembert mpnet electra albert nomic_bert"
 _SEQ2SEQ = "bart mbart pegasus m2m_100 marian"
@@ -125,7 +125,8 @@ OTHER_KEYS = (
     ),
     OtherKeys(
         "Megatron's split of the matrices in pretraining, which only changes the summation order.",
-        "llama mistral granite cohere cohere2 seed_oss", fixed=dict(pretraining_tp=[1, None]),
+        "llama mistral granite cohere cohere2 seed_oss hunyuan_v1_dense",
+        fixed=dict(pretraining_tp=[1, None]),
     ),
     OtherKeys(
         "Transformers reads neither.", "smollm3", ignored="pretraining_tp max_window_layers"
@@ -251,6 +252,14 @@ OTHER_KEYS = (
         "It only changes the precision.", "gpt2", fixed=dict(reorder_and_upcast_attn=[False, True])
     ),
     OtherKeys("The model always uses RoPE.", "gptj", fixed=dict(rotary=[True])),
+    OtherKeys(
+        "Keys of the original Hunyuan code, which transformers does not read.", "hunyuan_v1_dense",
+        "attention_head_dim cla_share_factor eod_token_id org_vocab_size pad_id pool_type",
+        dict(
+            add_classification_head=[False], class_num=[0], mlp_bias=[False], norm_type=["hf_rms"],
+            use_cla=[False], use_qk_norm=[True], use_rotary_pos_emb=[True],
+        ),
+    ),
     # Encoders
     OtherKeys(
         "Keys of the original BERT code and of TinyBERT.", _BERTS,

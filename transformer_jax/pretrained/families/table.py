@@ -232,6 +232,8 @@ def named(config: ModelConfig, module: str, names: Mapping[str, str]) -> list[Te
             found += norm(param, tensor, config.norm == "layernorm" and config.use_bias)
         elif kind.endswith("_scale"):
             found += [TensorMapping(param, f"{tensor}.weight")] if config.qk_norm else []
+            if config.qk_norm_bias:
+                found.append(TensorMapping(param.replace("scale", "norm_bias"), f"{tensor}.bias"))
         elif kind == "qkv":
             found += fused(tensor, config.kv_heads, runs, qkv_bias)
         elif kind == "gate_up":
