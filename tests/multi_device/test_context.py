@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from tests.support.devices import on_devices
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
+from transformer_jax import init_cache
 from transformer_jax.attention import zigzag_positions
 from transformer_jax.attention.ring import SplitLengths
-from transformer_jax.config import LoraConfig, MeshConfig, ModelConfig, TrainConfig
+from transformer_jax.config import GatedDelta, LoraConfig, MeshConfig, ModelConfig, TrainConfig
 from transformer_jax.config.tasks import MaskedTask
 from transformer_jax.training.compiled import needs_balance
 
 LAYOUTS = "plain", "packed", "prefix", "both"
+SPLIT_CACHE = "-m", "tests.multi_device.split_cache_on_eight"
 SCRIPT = "-m", "tests.multi_device.context_on_eight"
 
 
@@ -186,6 +189,57 @@ def test_only_causal_rows_without_dropout_are_put_in_zigzag_order():
     lora = dict(init_from="runs/book", tokenizer="pretrained")
     assert needs_balance(replace(config, lora=LoraConfig(), **lora))
     assert not needs_balance(replace(config, lora=LoraConfig(dropout=0.1), **lora))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(["rope", "window"], id="some"),
+        pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(3600)], id="all"),
+    ],
+)
+def test_generation_from_split_slots_matches_one_device(cases):
+    """Tokens, log-probabilities, captured values and the slots, which stay split."""
+    results = on_devices(8, *SPLIT_CACHE, *cases, optimise=False)
+    assert len(results) == len(cases) or len(results) == 18
+    for case, found in results.items():
+        assert found["tokens"], case
+        for name in ("log_probs", "cache", "captured"):
+            assert found[name] <= FORWARD_F32, (case, found)
+        for spec in found["specs"]:
+            assert "context" in spec or "outer" in spec, case
+
+
+@pytest.mark.slow
+def test_generation_from_split_slots_gathers_nothing():
+    """A prompt of 500 tokens fills a bucket of 512, and 1024 slots are split over 8 devices."""
+    (found,) = on_devices(8, *SPLIT_CACHE, "traffic 500", optimise=False).values()
+    layers, shifts, loop = 2, 7, 1
+    wanted = {
+        # the ring of attention sends slots: positions, and keys and values
+        "collective-permute s32[2,128]": layers * shifts,
+        "collective-permute f32[2,128,2,4]": 2 * layers * shifts,
+        # in a loop, new keys and values travel to their slots
+        "collective-permute s32[2,64]": 2 * layers * loop,
+        "collective-permute f32[2,64,2,4]": 2 * layers * loop,
+    }
+    sent = {name: n for name, n in found.items() if not name.startswith("all-reduce")}
+    assert sent == wanted
+    # a step sums results of queries, and the hidden state of the last token of the prompt
+    sizes = {name: np.prod(eval(name[name.index("[") :])) for name in found if name not in sent}
+    assert sizes and max(sizes.values()) <= 2 * 16, sizes
+
+
+def test_invalid_sharding_of_slots_raises_error():
+    mesh = jax.sharding.AbstractMesh((4,), ("context",))
+    slots = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context"))
+    config = ModelConfig(num_heads=2, d_model=16)
+    with pytest.raises(ValueError, match="capacity is 30: must be a multiple of 4, the devices"):
+        init_cache(config, 2, 30, sharding=slots)
+    config = replace(config, mixers=("gated_delta", "attention"), gated_delta=GatedDelta())
+    with pytest.raises(ValueError, match="sharding is .*: layers with a state have no slots"):
+        init_cache(config, 2, 32, sharding=slots)
 
 
 @pytest.mark.long

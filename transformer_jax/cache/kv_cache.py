@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.cache.split_slots import join_split, slot_axes, write_split
 from transformer_jax.checks import (
     as_int32,
     at_most,
@@ -185,8 +186,11 @@ def update(
     # slot S does not exist, so the scatter drops writes to it
     slots = jnp.where(keep & (positions >= 0), slots, cache.capacity)
     old, new = slot_leaves(cache), slot_leaves(as_stored(cache, k, v, positions))
-    # if a mesh has explicit axes, the sharding of the scatter's result must be specified
-    written = by_compiler(_write, [old, new, slots], jax.tree.map(split, old))
+    if axes := slot_axes(cache.k):
+        written = write_split(old, new, slots, axes)
+    else:
+        # if a mesh has explicit axes, the sharding of the scatter's result must be specified
+        written = by_compiler(_write, [old, new, slots], jax.tree.map(split, old))
     return replace(cache, **written, length=jnp.maximum(cache.length, newest + 1))
 
 
@@ -244,10 +248,18 @@ def extend_quantized(
     new = update(cache, k, v, positions)
     if window is None or at_most(window + k.shape[1] - 1, cache.capacity - cache.sinks):
         return new, new
+
     # a token at a cached position replaces the old key; otherwise, queries would count it twice
-    replaced = (cache.positions[:, :, None] == positions[:, None, :]).any(axis=2)
-    old = replace(cache, positions=jnp.where(replaced, -1, cache.positions))
-    both = slot_leaves(old), slot_leaves(as_stored(cache, k, v, positions))
+    def kept(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where((old[:, :, None] == new[:, None, :]).any(axis=2), -1, old)
+
+    places = by_compiler(kept, [cache.positions, positions], split(cache.positions))
+    both = (
+        slot_leaves(replace(cache, positions=places)),
+        slot_leaves(as_stored(cache, k, v, positions)),
+    )
+    if axes := slot_axes(cache.k):
+        return new, replace(new, **join_split(*both, axes))
     return new, replace(new, **jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *both))
 
 

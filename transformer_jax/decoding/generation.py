@@ -37,6 +37,7 @@ from transformer_jax.decoding.arguments import (
 from transformer_jax.decoding.batch_rows import State, select_rows
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, apply_processors
 from transformer_jax.decoding.samplers import RowSampling, Sampler
+from transformer_jax.decoding.split_step import split_step
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step, count_vocab
 from transformer_jax.models.ops import log_softmax
 from transformer_jax.programs import program
@@ -395,6 +396,7 @@ def _generate_tokens(
     early_exit: bool,
 ) -> Generation[State]:
     """Read the prompts, then choose one token at a time."""
+    step = split_step(step, params, state)
 
     def run(params: Params, prompts: Prompts, state: State) -> Generation[State]:
         def write_next(carry: _Carry[State]) -> _Carry[State]:
@@ -513,9 +515,10 @@ def _first_token(
     def first(
         params: Params, prompts: Prompts, state: State
     ) -> tuple[DecodeState[State], jax.Array]:
-        decode_state, output = start_decoding(options, step, params, prompts, state, num_tokens)
+        decode_state, output = start_decoding(options, inner, params, prompts, state, num_tokens)
         return decode_state, output.token
 
+    inner = split_step(step, params, state)
     rows: Any = split_rows(state)  # in place of arrays
     history = rows if options.processors else None
     specs = DecodeState(rows, rows, rows, rows, rows, jax.tree.map(split, state), history)
@@ -529,8 +532,9 @@ def _next_token(
     def following(
         params: Params, decode_state: DecodeState[State]
     ) -> tuple[DecodeState[State], jax.Array]:
-        decode_state, output = decode_step(options, step, params, decode_state)
+        decode_state, output = decode_step(options, inner, params, decode_state)
         return decode_state, output.token
 
+    inner = split_step(step, params, decode_state.state)
     results = jax.tree.map(split, decode_state), split(decode_state.token)
     return by_compiler(following, [params, decode_state], results)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from transformer_jax.attention.api import IMPLEMENTATIONS
 from transformer_jax.cache import paged_cache
@@ -29,6 +31,7 @@ from transformer_jax.models.packing import check_valid
 from transformer_jax.models.transformer import Decoder, Encoder
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params, cast
+from transformer_jax.sharding import axis_names
 from transformer_jax.tracing import traced
 
 Model = Encoder | Decoder | EncoderDecoder
@@ -137,6 +140,7 @@ def init_cache(
     capacity: int,
     dtype: jax.typing.DTypeLike | None = None,  # None means the compute dtype
     slack: int = 0,
+    sharding: NamedSharding | None = None,
 ) -> ModelCache:
     """Create an empty cache for a decoder.
 
@@ -157,9 +161,13 @@ def init_cache(
             compute dtype.
         slack: number of extra slots in the rings of a window pattern, which `rewind_cache`
             requires; at least 0.
+        sharding: how the devices of a mesh split the rows, the slots and the key heads of the
+            cache, such as `NamedSharding(mesh, P(None, "context"))`. If slots are split, windowed
+            layers also have `capacity` slots. None means one device.
 
     Raises:
-        ValueError: If the config does not describe a decoder, or if a size or the dtype is invalid.
+        ValueError: If the config does not describe a decoder, if a size or the dtype is invalid, or
+            if the devices do not divide the capacity.
     """
     _check_config(config)
     if not config.supports("cache"):
@@ -171,7 +179,45 @@ def init_cache(
             rule = "its cache contains a source: model.apply(..., source, method='init_cache')"
         raise ValueError(f"kind is {config.kind!r}: {rule}")
     check_count("batch", batch, 0)
+    if sharding is not None:
+        return _init_on_mesh(config, batch, capacity, dtype, slack, sharding)
     return ModelCache(empty_layers(config, config.num_layers, batch, capacity, dtype, slack))
+
+
+def _init_on_mesh(
+    config: ModelConfig,
+    batch: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike | None,
+    slack: int,
+    sharding: NamedSharding,
+) -> ModelCache:
+    """Create an empty cache, of which each device only stores its own part."""
+    rows, slots, heads = (*sharding.spec, None, None, None)[:3]
+    devices = math.prod(sharding.mesh.shape[axis] for axis in axis_names(slots))
+    if devices > 1:
+        if config.has_state:
+            rule = "layers with a state have no slots, so a mesh may split only rows"
+            raise ValueError(f"sharding is {sharding.spec}: {rule}")
+        if capacity % devices:
+            rule = f"must be a multiple of {devices}, the devices that split the slots"
+            raise ValueError(f"capacity is {capacity}: {rule}")
+        # a ring would have too few slots to be split
+        slack = capacity if isinstance(config.window, tuple) else 0
+
+    def empty() -> ModelCache:
+        return ModelCache(empty_layers(config, config.num_layers, batch, capacity, dtype, slack))
+
+    def place(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        axes = dict(k=(slots, heads), v=(slots, heads), k_scale=(slots, heads),
+                    v_scale=(slots, heads), positions=(slots,)).get(name, ())  # fmt: skip
+        layers = (None,) if config.scan_layers else ()
+        return NamedSharding(sharding.mesh, PartitionSpec(rows, *layers, *axes))
+
+    places = jax.tree_util.tree_map_with_path(place, jax.eval_shape(empty))
+    cache: ModelCache = jax.jit(empty, out_shardings=places)()
+    return cache
 
 
 @known_keywords
