@@ -23,6 +23,7 @@ from transformer_jax.models.experts import (
 )
 from transformer_jax.models.flops import active_params, forward_flops
 from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
+from transformer_jax.models.places import places
 from transformer_jax.models.quantized import quantize
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.training.batch import Batch, batch_loss
@@ -42,6 +43,12 @@ ROUTERS = {
     "sigmoid": Experts(count=5, top_k=2, score="sigmoid", scale=2.0),
     "sigmoid with bias": Experts(count=5, top_k=2, score="sigmoid", selection_bias=True),
     "softmax with bias": Experts(count=4, top_k=2, selection_bias=True),
+    "groups": Experts(count=6, top_k=2, groups=3, top_groups=2, normalize=False, scale=1.5),
+    "groups ranked by two": Experts(
+        count=8, top_k=3, groups=4, top_groups=2, group_best=2, score="sigmoid",
+        selection_bias=True,
+    ),
+    "groups of scores": Experts(count=6, top_k=2, groups=2, group_best=2),
     "router with a bias": Experts(count=4, top_k=2, router_bias=True),
     "one": Experts(count=3, top_k=1, normalize=False),
     "shared": Experts(count=4, top_k=2, d_ff=6, shared_d_ff=8),
@@ -70,7 +77,12 @@ def chosen_weights(experts, logits, bias=None):
     """Return the weight of each expert [E] for a token, 0 for experts that are not chosen."""
     scores = softmax(logits) if experts.score == "softmax" else sigmoid(logits)
     ranked = scores if bias is None else scores + bias
-    chosen = np.argsort(-ranked, kind="stable")[: experts.top_k]
+    groups = ranked.reshape(experts.groups, -1)
+    best = np.sort(groups, axis=1)[:, -experts.group_best :].sum(axis=1)
+    left = np.argsort(-best, kind="stable")[experts.top_groups :]
+    groups = groups.copy()
+    groups[left] = -np.inf
+    chosen = np.argsort(-groups.ravel(), kind="stable")[: experts.top_k]
     weights = np.zeros(experts.count)
     weights[chosen] = scores[chosen] / (scores[chosen].sum() if experts.normalize else 1)
     return experts.scale * weights
@@ -454,3 +466,60 @@ def test_parameters_from_another_feed_forward_type_raise_error():
     dense = replace(CONFIG, experts=None)
     with pytest.raises(ScopeParamShapeError, match="feed_forward/up"):
         jax.eval_shape(build(dense).apply, {"params": params}, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(groups=3), "groups is 3: must divide count, 8"),
+        (dict(groups=2, top_groups=3), "top_groups is 3: must be at most groups, 2"),
+        (dict(groups=4, group_best=3), "group_best is 3: must be at most 2, the size of a group"),
+        (dict(groups=4, top_k=3), "top_k is 3: must be at most 2, the experts in top_groups"),
+        (dict(top_groups=1, group_best=2), "group_best is 2: needs groups"),
+    ],
+)
+def test_groups_that_cannot_be_chosen_are_rejected(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Experts(**dict(count=8, top_k=2) | changes)
+
+
+DENSE = replace(
+    CONFIG, num_layers=3, d_ff=20,
+    experts=Experts(count=4, top_k=2, d_ff=10, shared_d_ff=6, dense_layers=1),
+)  # fmt: skip
+
+
+def test_first_layers_have_a_feed_forward_network_without_experts():
+    params = init_params(DENSE, jax.random.key(0))
+    kernels = [params["decoder"][f"block_{i}"]["feed_forward"] for i in range(3)]
+    assert kernels[0]["up"]["kernel"].shape == (12, 20) and "router" not in kernels[0]
+    assert all(one["up"]["kernel"].shape == (4, 12, 10) for one in kernels[1:])
+    attention, forward, rest = 12 * 12 * 4, 3 * 12 * 10, 12 * 4 + 3 * 12 * 6
+    per_token = 3 * attention + 3 * 12 * 20 + 2 * (2 * forward + rest)
+    assert active_params(DENSE) == 23 * 12 + 7 * 12 + per_token
+    assert forward_flops(DENSE, 5) == 5 * 2 * (per_token + 23 * 12) + 3 * 15 * 2 * 2 * 12
+    shapes = places(DENSE)
+    assert shapes["block_0/feed_forward/hidden"] == ("B", "T", 20)
+    assert "block_0/feed_forward/router" not in shapes
+    assert shapes["block_1/feed_forward/hidden"] == ("B", "T", 2, 10)
+    logits, _, found = build(DENSE).apply({"params": params}, TOKENS, capture=tuple(shapes))
+    for name, value in found.items():
+        assert value.shape == tuple(dict(B=2, T=7, S=7).get(n, n) for n in shapes[name]), name
+    cache, parts = init_cache(DENSE, 2, 7), []
+    for part in (TOKENS[:, :4], TOKENS[:, 4:]):
+        one, cache = build(DENSE).apply({"params": params}, part, cache=cache)
+        parts.append(one)
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_layers=1), "experts.dense_layers is 1: must be below num_layers, 1"),
+        (dict(scan_layers=True), "experts.dense_layers is 1: needs a looped stack"),
+        (dict(kind="encoder-decoder"), "experts.dense_layers is 1: needs a looped stack"),
+    ],
+)
+def test_layers_without_experts_need_a_looped_stack(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(DENSE, **changes)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from transformer_jax.config.fields import Factor, NonNegative, Size, check_types, fail, unread
+from transformer_jax.config.fields import (
+    Count,
+    Factor,
+    NonNegative,
+    Size,
+    check_types,
+    fail,
+    unread,
+)
 from transformer_jax.config.keywords import config_class
 
 
@@ -23,6 +31,17 @@ class Experts:
     """Number of experts per token (k)."""
     d_ff: Size | None = None
     """Hidden width of each expert. None uses the model's d_ff."""
+    dense_layers: Count = 0
+    """Number of layers, starting from the first, that have a feed-forward network with hidden width
+    d_ff of the model instead of experts (DeepSeek). Requires a looped stack."""
+    groups: Size = 1
+    """Number of groups of consecutive experts. A token only chooses experts in its best groups
+    (DeepSeek-AI 2024)."""
+    top_groups: Size = 1
+    """Number of groups from which a token chooses experts."""
+    group_best: Size = 1
+    """Number of the largest scores in a group whose sum ranks the group: 1 in DeepSeek-V2, 2 in
+    V3."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function that converts the router's logits to weights: a softmax over all experts, or a
     sigmoid of each logit (DeepSeek-AI 2024)."""
@@ -55,5 +74,17 @@ class Experts:
         check_types(self)
         if self.top_k > self.count:
             fail("top_k", self.top_k, f"must be at most count, {self.count}")
+        if self.groups == 1:
+            unread(self, "needs groups", "top_groups", "group_best")
+        if self.count % self.groups:
+            fail("groups", self.groups, f"must divide count, {self.count}")
+        size = self.count // self.groups
+        if self.top_groups > self.groups:
+            fail("top_groups", self.top_groups, f"must be at most groups, {self.groups}")
+        if self.group_best > size:
+            fail("group_best", self.group_best, f"must be at most {size}, the size of a group")
+        if self.top_k > self.top_groups * size:
+            rule = f"must be at most {self.top_groups * size}, the experts in top_groups groups"
+            fail("top_k", self.top_k, rule)
         if self.shared_d_ff is None:
             unread(self, "needs shared_d_ff", "shared_gate")

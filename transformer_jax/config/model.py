@@ -337,7 +337,14 @@ class ModelConfig(AnyModelConfig):
             self.inputs.check_model(self)
         if self.block is not None:
             self.block.check_model(self)
-        if self.experts is not None and self.experts.d_ff is not None:
+        dense = 0 if self.experts is None else self.experts.dense_layers
+        if dense and dense >= self.num_layers:
+            rule = f"must be below num_layers, {self.num_layers}"
+            fail("experts.dense_layers", dense, rule)
+        if dense and (self.scan_layers or self.share_layers or self.kind == "encoder-decoder"):
+            rule = "needs a looped stack of a decoder or encoder"
+            fail("experts.dense_layers", dense, rule)
+        if self.experts is not None and self.experts.d_ff is not None and not dense:
             unread(self, f"is not used: experts.d_ff is {self.experts.d_ff}", "d_ff")
         if self.d_ff == 0:
             if self.experts is not None:
@@ -463,6 +470,10 @@ class ModelConfig(AnyModelConfig):
         """Return the placement of the norms in layer i."""
         own = self.gated_delta.norm_order if self.gated_delta is not None else None
         return self.norm_order if own is None or self.mixer(i) != "gated_delta" else own
+
+    def has_experts(self, i: int | None) -> bool:
+        """Whether layer i has experts. None means any layer of a scanned stack."""
+        return self.experts is not None and (i is None or i >= self.experts.dense_layers)
 
     @cached_property
     def has_state(self) -> bool:

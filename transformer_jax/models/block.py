@@ -531,7 +531,7 @@ class Block(Module):
         if self.cross:
             self.cross_attention = Attention(cfg, cross=True, depth=self.depth)
         if cfg.ff_dim:
-            feed_forward = FeedForward if cfg.experts is None else ExpertFeedForward
+            feed_forward = ExpertFeedForward if cfg.has_experts(self.number) else FeedForward
             self.feed_forward = feed_forward(cfg, self.depth)
         self.order = order = (
             cfg.norm_order if self.number is None else cfg.norm_order_in(self.number)

@@ -59,6 +59,14 @@ def route(
     ranked = logits  # not the scores, because scores near 0 and 1 may tie
     if bias is not None:
         ranked = score(logits) + bias.astype(F32).reshape(*(1,) * (logits.ndim - 1), -1)
+    elif experts.group_best > 1:  # a sum of logits would rank groups differently
+        ranked = score(logits)
+    if experts.groups > 1:
+        of_group = ranked.reshape(*ranked.shape[:-1], experts.groups, -1)
+        best = jax.lax.top_k(of_group, experts.group_best)[0].sum(axis=-1)
+        groups = jax.lax.top_k(jax.lax.stop_gradient(best), experts.top_groups)[1]
+        kept = jax.nn.one_hot(groups, experts.groups, dtype=bool).any(axis=-2)
+        ranked = jnp.where(kept[..., None], of_group, -jnp.inf).reshape(ranked.shape)
     # the choice has no gradient; the router learns through the weights of the chosen experts
     chosen = jax.lax.top_k(jax.lax.stop_gradient(ranked), experts.top_k)[1]
     if experts.score == "softmax" and experts.normalize:

@@ -267,6 +267,8 @@ def _share(names: list[str], config: ModelConfig) -> float:
     of_experts = names[-3:-2] == ["feed_forward"] and names[-2] in ("up", "gate", "down")
     if config.experts is None or not of_experts:
         return 1.0
+    if not config.has_experts(int(names[-4].removeprefix("block_"))):
+        return 1.0
     return config.experts.top_k / config.experts.count
 
 

@@ -175,17 +175,19 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
             "output": stream,
         }
     rest = {"cross_attention": attention("S")} if cross else {}
-    feed_forward: dict[str, Shape] = {"input": stream, "hidden": ("B", "T", config.ff_dim)}
+    dense: dict[str, Shape] = {"input": stream, "hidden": ("B", "T", config.ff_dim)}
+    routed = dense
     if config.experts is not None:
-        feed_forward["router"] = "B", "T", config.experts.count
-        feed_forward["hidden"] = "B", "T", config.experts.top_k, config.expert_dim
-    if config.ff_dim:
-        rest["feed_forward"] = feed_forward | {"output": stream}
+        hidden: Shape = "B", "T", config.experts.top_k, config.expert_dim
+        routed = {"input": stream, "hidden": hidden, "router": ("B", "T", config.experts.count)}
     has_mid = bool(config.ff_dim) and not config.is_parallel
     ends = {"residual_mid": stream, "residual": stream} if has_mid else {"residual": stream}
     found = {"embedding": stream}
     for i in range(depth):
         branches = {config.mixer(i): mixers[config.mixer(i)]} | rest
+        if config.ff_dim:
+            one = routed if config.has_experts(i) else dense
+            branches["feed_forward"] = one | {"output": stream}
         block = {
             f"{b}/{name}": x for b, each in branches.items() for name, x in each.items()
         } | ends

@@ -35,18 +35,24 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of every parameter of a looped model, keyed by path.
 
-    No memory is allocated for parameters. Only one block per stack and mixer is traced, because
-    such blocks have the same parameters, except that the first block may lack a norm.
+    No memory is allocated for parameters. Only one block per stack, mixer and kind of
+    feed-forward network is traced, because such blocks have the same parameters, except that the
+    first block may lack a norm.
     """
-    kinds = list(dict.fromkeys(config.mixer(i) for i in range(config.num_layers)))
+    kind_of = lambda i: (config.mixer(i), config.has_experts(i))  # noqa: E731
+    kinds = list(dict.fromkeys(map(kind_of, range(config.num_layers))))
+    mixers, experts = tuple(mixer for mixer, _ in kinds), config.experts
+    if experts is not None:
+        dense = sum(not routed for _, routed in kinds)
+        experts = dataclasses.replace(experts, dense_layers=dense)
     # Remove patterns over layers, which do not fit a one-layer model and do not affect shapes.
     positions = config.positions
     if isinstance(positions, Rope):
         positions = dataclasses.replace(positions, window_base=None, pattern=None)
     one = dataclasses.replace(
-        config, num_layers=len(kinds), mixers=None if config.mixers is None else tuple(kinds),
+        config, num_layers=len(kinds), mixers=None if config.mixers is None else mixers,
         num_decoder_layers=None, scan_layers=False, first_norm=True, window=None,
-        positions=positions, sink_tokens=0,
+        positions=positions, sink_tokens=0, experts=experts,
     )  # fmt: skip
     tree = jax.eval_shape(partial(init_params, one), jax.random.key(0))
     found: dict[str, jax.ShapeDtypeStruct] = {}
@@ -57,7 +63,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
         depth = config.decoder_layers if path.startswith("decoder/") else config.num_layers
         lacking = not config.first_norm and "/norm_attention/" in path
         for i in range(lacking, 1 if config.share_layers else depth):
-            if config.mixer(i) == kinds[block[1]]:
+            if kind_of(i) == kinds[block[1]]:
                 found[block[0].replace("/blocks/", f"/block_{i}/")] = shape
     return found
 
@@ -190,9 +196,10 @@ class CheckpointTensors:
         if depth > tensors:
             raise ConfigError(f"{where}: {depth} layers, but the files have only {tensors} tensors")
         experts = 0 if config.experts is None else config.experts.count
-        if depth * experts > tensors and not self._family.joined_experts:
+        with_experts = sum(map(config.has_experts, range(config.num_layers)))
+        if with_experts * experts > tensors and not self._family.joined_experts:
             rule = f"but the files have only {tensors} tensors"
-            raise ConfigError(f"{where}: {experts} experts in {depth} layers, {rule}")
+            raise ConfigError(f"{where}: {experts} experts in {with_experts} layers, {rule}")
         # Python integers, because the product of an untrusted shape may overflow.
         elements = sum(int(np.prod(t.shape, dtype=object)) for t in self._folder.tensors.values())
         for name, size in (

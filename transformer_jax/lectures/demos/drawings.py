@@ -110,6 +110,8 @@ def block_items(config: ModelConfig, stack: str) -> list[Item]:
     hidden = " · ".join([*gate, f"up {config.expert_dim}", activation_name(config)])
     experts = config.experts
     router = [] if experts is None else [f"router: {experts.top_k} of {experts.count} experts"]
+    if experts is not None and experts.dense_layers:
+        router.append(f"first {experts.dense_layers} blocks: up {config.ff_dim}, without experts")
     boxes = [attention_box(config, stack)]
     if stack == "decoder" and config.kind == "encoder-decoder":
         boxes.append(attention_box(config, stack, cross=True))

@@ -319,7 +319,8 @@ def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, Tra
     steps: list[tuple[bool, str, Callable[[], TrainConfig]]] = [
         (model.remat != "full", "--remat full", lambda: with_model(remat="full")),
         (
-            not (model.scan_layers or isinstance(model.window, tuple) or model.mixers),
+            not (model.scan_layers or isinstance(model.window, tuple) or model.mixers)
+            and not (model.experts and model.experts.dense_layers),
             "--scan-layers True",
             lambda: with_model(scan_layers=True),
         ),
