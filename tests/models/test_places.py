@@ -162,6 +162,18 @@ def test_captured_values_satisfy_block_equations():
     assert_near(heads, np.einsum("bnts,bsnh->btnh", weights, value), NEAR)
 
 
+def test_gate_multiplies_the_heads_of_each_attention():
+    names = ("heads", "weights", "value", "gate")
+    edit = {"block_0/cross_attention/gate": jnp.ones_like}
+    for branch, one in ("block_1/attention", 0), ("block_0/cross_attention", 1):
+        capture = [f"{branch}/{name}" for name in names]
+        found = run("encoder-decoder", edit=edit, capture=capture)[2]
+        heads, weights, value, gate = (np.asarray(found[name], np.float64) for name in capture)
+        assert (gate == 1).all() == one and gate.shape == heads.shape
+        value = np.repeat(value, 2, axis=2)
+        assert_near(heads, gate * np.einsum("bnts,bsnh->btnh", weights, value), NEAR)
+
+
 @pytest.mark.parametrize("kind", ["parallel", "parallel, shared"])
 def test_parallel_branches_receive_block_input(kind):
     """Branches do not affect each other, and their outputs are summed."""
