@@ -2,8 +2,8 @@
 
     python -m tests.golden.write_names
 
-The tensors are those of a saved model with one layer of each family; the tokens are the default
-roles of the tokenizer classes. Needs torch and transformers.
+The tensors are those of a saved model with one layer of each kind in each family; the tokens are
+the default roles of the tokenizer classes. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import transformers
 from safetensors import safe_open
 
 from tests.pretrained.test_published_written import BERT, ENCODERS, LLAMA, SIZES
+from tests.support.published import saved as save_model
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.tokenizers.classes import CLASSES
 
@@ -32,7 +33,7 @@ def saved(family: str) -> dict[str, Any]:
     """Save a small model of a family; return its config and the names of its tensors."""
     sizes = SIZES.get(family, BERT if family in ENCODERS else LLAMA)
     content = sizes | TOKENS | dict(vocab_size=VOCAB)
-    content |= dict.fromkeys(LAYERS & content.keys(), 1)
+    content |= dict.fromkeys(LAYERS & content.keys(), len(content.get("layer_types", "1")))
     if family == "mpnet":
         content["pad_token_id"] = 1
     config = transformers.AutoConfig.for_model(family, **content)
@@ -42,7 +43,7 @@ def saved(family: str) -> dict[str, Any]:
     elif family in ENCODERS:
         auto = transformers.AutoModelForMaskedLM
     with tempfile.TemporaryDirectory() as folder:
-        auto.from_config(config).save_pretrained(folder)
+        save_model(auto.from_config(config), Path(folder))
         with safe_open(f"{folder}/model.safetensors", "numpy") as file:
             names = sorted(file.keys())
         written = json.loads(Path(folder, "config.json").read_text())

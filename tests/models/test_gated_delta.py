@@ -616,9 +616,9 @@ def test_shapes_of_a_pattern_are_those_of_its_parameters(depth):
     assert parameter_shapes(config) == flatten_dict(want, sep="/")
 
 
-def test_no_published_family_has_a_state(tmp_path, params):
-    with pytest.raises(ConfigError, match=r"mixers is .*: no family here has layers with a state"):
-        save_pretrained(tmp_path / "folder", CONFIG, params)
+def test_families_without_states_reject_a_pattern(tmp_path, params):
+    with pytest.raises(ConfigError, match=r"mixers is \['gated_delta', .*: must be .* llama"):
+        save_pretrained(tmp_path / "folder", CONFIG, params, family="llama")
 
 
 @pytest.mark.slow

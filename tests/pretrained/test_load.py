@@ -20,6 +20,7 @@ from tests.support.model_folders import assert_loads, assert_same_bits, changed
 from transformer_jax.config import (
     ConfigError,
     Experts,
+    GatedDelta,
     Learned,
     ModelConfig,
     Rope,
@@ -252,6 +253,13 @@ BARE = dict(qkv_bias=False, out_bias=False, ff_bias=False)
 EIGHT = dict(num_heads=8, num_kv_heads=8, head_dim=2)
 NO_DEFAULT = dict(num_attention_heads=8, num_key_value_heads=..., head_dim=2)
 WIDE_HEADS = NO_DEFAULT | dict(head_dim=...)
+THREE = ("gated_delta",) * 3 + ("attention",)
+NEXT = dict(
+    head_dim=256, norm_unit_offset=True, qk_norm=True, attention_gate=True,
+    positions=Rope(dims=64), num_layers=4, mixers=THREE, gated_delta=GatedDelta(
+        num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128
+    ),
+)  # fmt: skip
 GLM = dict(
     num_kv_heads=2, head_dim=128, norm_eps=1.5625e-7, qkv_bias=True,
     positions=Rope(dims=64, pairing="interleaved"),
@@ -344,6 +352,19 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         qk_norm_kind="layernorm", qk_norm_bias=True, tie_embeddings=False, positions=Rope(dims=2))),
     "hunyuan_v1_dense": (small(model_type="hunyuan_v1_dense", **NO_DEFAULT), (), SMALL_LLAMA | EIGHT
         | dict(norm_eps=1e-5, qk_norm=True, qk_norm_after_rope=True)),
+    "qwen3_next": (small(model_type="qwen3_next", num_hidden_layers=4,
+        **NO_DEFAULT | dict(head_dim=...)), (),
+        SMALL_LLAMA | NEXT | dict(num_kv_heads=2, d_ff=None, experts=Experts(count=512, top_k=10,
+        d_ff=512, shared_d_ff=512, shared_gate=True, balance_loss=0.001))),
+    "qwen3_5_text": (small(model_type="qwen3_5_text", num_hidden_layers=4,
+        **NO_DEFAULT | dict(head_dim=...)), (),
+        SMALL_LLAMA | NEXT | dict(num_kv_heads=4)),
+    "olmo_hybrid": (small(model_type="olmo_hybrid", rope_theta=None, num_hidden_layers=4,
+        **NO_DEFAULT | dict(head_dim=..., hidden_size=32)), (), SMALL_LLAMA | EIGHT | dict(
+        d_model=32, num_layers=4, head_dim=None, positions=None, norm_order="output", qk_norm=True,
+        qk_norm_over="heads", mixers=THREE, gated_delta=GatedDelta(
+        num_key_heads=8, num_value_heads=8, key_dim=3, value_dim=6, negative_eigenvalues=True,
+        norm_order="pre", norm_eps=1e-5))),
     "gpt_neox": (dict(model_type="gpt_neox"), (), NEOX | dict(vocab_size=50432, d_model=6144,
         d_ff=24576, num_layers=44, num_heads=64, positions=Rope(dims=24))),
     "gptj": (dict(model_type="gptj"), (), GPTJ),

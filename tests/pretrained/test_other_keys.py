@@ -13,10 +13,13 @@ LLAMA = dict(
     vocab_size=29, hidden_size=64, intermediate_size=20, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
 )  # fmt: skip
+MIXED = dict(layer_types=["linear_attention", "full_attention"])
 SIZES = {
     "gpt_oss": LLAMA | dict(rope_scaling=dict(rope_type="default")),
     "cohere": LLAMA | dict(rope_theta=1e4), "cohere2": LLAMA | dict(rope_theta=1e4),
     "helium": LLAMA | dict(head_dim=16),
+    "olmo_hybrid": LLAMA | MIXED | dict(rope_theta=None),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), LLAMA | MIXED),
     "persimmon": {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"},
 }  # fmt: skip
 """Required keys per family; other families have defaults, or need only those of Llama."""
@@ -107,6 +110,15 @@ def test_keys_common_to_all_models_have_no_effect(family):
          "alpha needs rope_type 'dynamic'"),
         ("hunyuan_v1_dense", dict(rope_scaling=dict(type="dynamic", factor=1.0, alpha=-9.0)),
          "alpha is -9.0: must be positive"),
+        ("qwen3_next", dict(decoder_sparse_step=2), "decoder_sparse_step is 2: must be 1"),
+        ("qwen3_next", dict(mlp_only_layers=[0]), r"mlp_only_layers is \[0\]: must be \[\] or"),
+        ("qwen3_next", dict(hidden_act="gelu"), "hidden_act is 'gelu': must be 'silu', because"),
+        ("qwen3_next", dict(layer_types=["full_attention"] * 2), "must contain linear_attention"),
+        ("qwen3_5_text", dict(layer_types=["linear_attention"]), "must be a list of 2 "),
+        ("olmo_hybrid", dict(layer_types=["linear_attention"] * 2),
+         "must contain linear_attention and full_attention"),
+        ("olmo_hybrid", dict(rope_theta=None, rope_scaling=dict(type="linear", factor=2.0),
+         rope_parameters=dict(rope_theta=1e4)), "rope_scaling is .*: must be absent"),
         ("opt", dict(output_projection=False), "output_projection is False: must be True"),
         ("falcon", dict(ff_factor=3), "ff_factor is 3: must be 4"),
         ("falcon", dict(alibi=True), "alibi is True: must be False"),

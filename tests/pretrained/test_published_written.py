@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from tests.support.drawn import drawn
 from tests.support.published import LOGITS, apply, torch, transformers
 from transformer_jax.cli.convert import TASK_TYPES
-from transformer_jax.config import ConfigError, Learned, LoraConfig, ModelConfig, Rope
+from transformer_jax.config import ConfigError, GatedDelta, Learned, LoraConfig, ModelConfig, Rope
 from transformer_jax.models.lora import apply_lora, init_lora
 from transformer_jax.pretrained.config_json import read_config, write_config
 from transformer_jax.pretrained.families import FAMILIES
@@ -44,6 +44,10 @@ BART = dict(
     decoder_attention_heads=4, encoder_ffn_dim=44, decoder_ffn_dim=44, max_position_embeddings=48,
 )  # fmt: skip
 T5 = dict(d_model=32, d_kv=8, d_ff=44, num_layers=1, num_heads=4)
+STATES = dict(
+    layer_types=["linear_attention", "full_attention"], head_dim=8, linear_num_key_heads=2,
+    linear_num_value_heads=6, linear_key_head_dim=5, linear_value_head_dim=7,
+)  # fmt: skip
 GLM_LIKE = "glm", "glm4", "ernie4_5", "seed_oss", "helium", "hunyuan_v1_dense"
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
@@ -77,6 +81,10 @@ SIZES: dict[str, dict[str, Any]] = {
     | dict(moe_intermediate_size=20, head_dim=8),
     "gpt_oss": {n: v for n, v in EXPERTS.items() if n != "num_experts"}
     | dict(head_dim=8, sliding_window=7, rope_scaling=dict(rope_type="default")),
+    "qwen3_next": {n: v for n, v in EXPERTS.items() if n != "num_local_experts"} | STATES
+    | dict(moe_intermediate_size=20, shared_expert_intermediate_size=28),
+    "qwen3_5_text": LLAMA | STATES,
+    "olmo_hybrid": LLAMA | STATES | dict(rope_theta=None),
     "distilbert": dict(dim=32, n_layers=2, n_heads=4, hidden_dim=44, max_position_embeddings=48),
     "albert": BERT | dict(embedding_size=12),
     "electra": BERT | dict(embedding_size=12),
@@ -294,6 +302,19 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         dict(positions=Rope(dims=4)), dict(positions=Rope(base=100.0, **STRETCHED)),
         dict(head_dim=None), dict(head_dim=12), dict(tie_embeddings=True),
         dict(qk_norm_over="own_head"), dict(qk_norm_kind="layernorm")],
+    "qwen3_next": [dict(attention_gate=False), dict(norm_unit_offset=False), dict(qkv_bias=True),
+        dict(use_bias=True, ff_bias=False), dict(positions=Rope()), dict(positions=Rope(dims=4)),
+        dict(positions=Rope(dims=4, **STRETCHED)), dict(mixers=("attention", "gated_delta")),
+        dict(mixers=None, gated_delta=None),
+        dict(activation="relu"), dict(gated_delta=GatedDelta(num_key_heads=3, num_value_heads=3)),
+        dict(gated_delta=GatedDelta(conv_width=2)), dict(norm_order="output"),
+        dict(gated_delta=GatedDelta(negative_eigenvalues=True))],
+    "qwen3_5_text": [dict(tie_embeddings=True), dict(qk_norm=False), dict(num_layers=3),
+        dict(value_head_dim=4), dict(gated_delta=GatedDelta(norm_eps=0.1)), dict(norm_eps=0.1)],
+    "olmo_hybrid": [dict(positions=Rope()), dict(positions=Rope(**STRETCHED)),
+        dict(positions=Rope(dims=4)), dict(use_bias=True, ff_bias=False), dict(norm_order="pre"),
+        dict(head_dim=12), dict(gated_delta=GatedDelta(norm_order="pre", norm_eps=1e-5)),
+        dict(gated_delta=GatedDelta(norm_order="pre"))],
     "helium": [dict(qkv_bias=True), dict(out_bias=True), dict(ff_bias=True), dict(head_dim=12),
         dict(positions=Rope(dims=4, pairing="interleaved")), dict(tie_embeddings=True)],
     "exaone4": [dict(window=None), dict(window=7), dict(positions=None, window=None),

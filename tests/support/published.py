@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from safetensors.numpy import load_file  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from transformer_jax.models.factory import build  # noqa: E402
 from transformer_jax.models.places import places  # noqa: E402
@@ -50,7 +50,24 @@ def randomised(model: Any, seed: int, spread: float = 0.3) -> Any:
 
 def saved(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
+    if model.config.model_type == "olmo_hybrid":
+        rename_as_published(folder, model.config)
     return folder
+
+
+def rename_as_published(folder: Path, config: Any) -> None:
+    """Rewrite OLMo Hybrid's tensors; transformers 5.24 saves them with other names and splits."""
+    tensors = load_file(folder / "model.safetensors")
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    for name in [*tensors]:
+        if name.endswith("q_conv1d.weight"):
+            names = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+            parts = np.split(np.concatenate([tensors[n] for n in names]), [keys, 2 * keys])
+            tensors |= zip(names, parts, strict=True)
+        today = name.replace("attention_layer_norm", "input_layernorm")
+        today = today.replace("feedforward_layer_norm", "post_attention_layernorm")
+        tensors[today] = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def reopened(folder: Path, auto: Any) -> Any:
@@ -82,8 +99,9 @@ def views(config: Any) -> tuple[str, ...]:
 
 def of_blocks(captured: dict[str, Any], side: str, place: str) -> list[Any]:
     """Return the values of a place in each block, in the order of the blocks."""
-    depth = sum(re.fullmatch(rf"{side}block_\d+/{place}", name) is not None for name in captured)
-    return [captured[f"{side}block_{i}/{place}"] for i in range(depth)]
+    found = {re.fullmatch(rf"{side}block_(\d+)/{place}", name): name for name in captured}
+    blocks = {int(match[1]): captured[name] for match, name in found.items() if match}
+    return [blocks[i] for i in sorted(blocks)]
 
 
 def hidden_states(captured: dict[str, Any], side: str = "") -> np.ndarray:  # [B, L + 1, T, D]

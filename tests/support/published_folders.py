@@ -107,7 +107,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 USUAL = {
     "gpt2": "GPT2", "gptj": "GPT2", "phi": "GPT2", "starcoder2": "GPT2", "opt": "GPT2",
-    "qwen2": "Qwen2", "qwen3": "Qwen2", "qwen2_moe": "Qwen2", "qwen3_moe": "Qwen2",
+    **dict.fromkeys("qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5_text".split(), "Qwen2"),
     "gpt_neox": "GPTNeoX", "olmoe": "GPTNeoX", "cohere": "Cohere", "cohere2": "Cohere",
     "gemma": "Gemma", "gemma2": "Gemma", "gemma3_text": "Gemma", "bert": "Bert",
     "distilbert": "Bert", "electra": "Bert", "nomic_bert": "Bert", "roberta": "Roberta",
@@ -117,6 +117,7 @@ USUAL = {
     **dict.fromkeys(("llama", "mistral", "mixtral", "phi3"), "Llama"),
     **dict.fromkeys(("granite", "smollm3", "bloom", "falcon", "gpt_oss", "stablelm"), "GPT2"),
     **dict.fromkeys("olmo2 olmo3 glm glm4 seed_oss exaone4 arcee hunyuan_v1_dense".split(), "GPT2"),
+    "olmo_hybrid": "GPT2",
     **dict.fromkeys(("ernie4_5", "helium", "nemotron", "persimmon"), "Llama"),
 }  # fmt: skip
 """Map each family to a class whose files its folders may contain."""

@@ -186,6 +186,8 @@ def _meaning(config: ModelConfig, name: str) -> object:
         case "window":
             # (5,), (5, 5), and 5 are equivalent.
             return [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
+        case "mixers":
+            return [config.mixer(i) for i in range(config.num_layers)]
         case "positions" if isinstance(config.positions, Rope):
             pattern = config.positions.pattern or (True,)
             turns = tuple(pattern[i % len(pattern)] for i in range(config.num_layers))

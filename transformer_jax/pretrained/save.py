@@ -120,9 +120,6 @@ def save_pretrained(
     if config.block is not None:
         rule = "no published family supports custom blocks"
         raise ConfigError(f"block is {config.block!r}: {rule}; save a run folder instead")
-    if config.has_state:
-        rule = "no family here has layers with a state"
-        raise ConfigError(f"mixers is {config.mixers}: {rule}; save a run folder instead")
     shapes = parameter_shapes(config)
     flat = flatten_dict(params, sep="/")
     fetched = _looped(flat, shapes)

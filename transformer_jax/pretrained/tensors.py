@@ -150,6 +150,8 @@ class CheckpointTensors:
         self._in_file: dict[str, str] = {}  # names in the file, keyed by the names in the table
         for name in folder.tensors:
             today = name
+            for old, new in family.old_prefixes.items():
+                today = new + today.removeprefix(old) if today.startswith(old) else today
             for old, new in family.old_suffixes.items():
                 today = today.removesuffix(old) + new if today.endswith(old) else today
             if today in self._in_file:
@@ -211,6 +213,7 @@ class CheckpointTensors:
             ("experts", experts),
             ("num_heads", config.num_heads),
             ("head_dim", config.key_dim),
+            ("gated_delta", 0 if config.gated_delta is None else config.gated_delta.channels),
             ("max_len", config.max_len if isinstance(config.positions, Learned) else 0),
             ("num_heads * head_dim", config.num_heads * config.key_dim),
         ):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
+from transformer_jax.config import ConfigError
 from transformer_jax.pretrained.gguf import open_gguf_model
 from transformer_jax.pretrained.mxfp4 import open_mxfp4
 from transformer_jax.pretrained.safetensors_folder import (
@@ -40,4 +42,19 @@ def open_weights(path_or_id: str | Path, *, revision: str | None = None) -> Weig
         if files := sorted(one.name for one in path.glob("*.gguf")):
             rule = f"there is no {CONFIG}, but {shown(files[0])}: pass the path of that file"
             raise CheckpointError(f"{path}: {rule}")
-    return open_mxfp4(open_folder(path_or_id, revision=revision))
+    return _text_part(open_mxfp4(open_folder(path_or_id, revision=revision)))
+
+
+def _text_part(folder: WeightFolder) -> WeightFolder:
+    """Return a folder of Qwen3.5 with the config of its text part, or any other folder unchanged.
+
+    The family ignores the tensors of the vision part.
+    """
+    text = folder.config.get("text_config")
+    if folder.config.get("model_type") != "qwen3_5" or not isinstance(text, dict):
+        return folder
+    tied = folder.config.get("tie_word_embeddings", False)
+    if text.setdefault("tie_word_embeddings", tied) != tied:
+        rule = f"must equal that of text_config, {shown(text['tie_word_embeddings'])}"
+        raise ConfigError(f"{folder.where}: tie_word_embeddings is {shown(tied)}: {rule}")
+    return replace(folder, config={"model_type": "qwen3_5_text"} | text)

@@ -63,8 +63,11 @@ CLASSES: Mapping[str, TokenizerClass] = {
     "MPNet": replace(_WORDS, roles=_MASKED | dict(unk="[UNK]"), mask_strips=True),
     **dict.fromkeys(("GPT2", "CodeGen"), _BYTES),
     **dict.fromkeys(("Roberta", "Bart", "Longformer", "LED"), _WRAPPED),
-    "Qwen2": TokenizerClass(
-        roles=dict.fromkeys(("eos", "unk", "pad"), "<|endoftext|>"), options=_NO_SPACE
+    **dict.fromkeys(
+        ("Qwen2", "Qwen3_5"),
+        TokenizerClass(
+            roles=dict.fromkeys(("eos", "unk", "pad"), "<|endoftext|>"), options=_NO_SPACE
+        ),
     ),
     "GPTNeoX": TokenizerClass(roles=_END_OF_TEXT | dict(pad="<|padding|>"), options=_NO_SPACE),
     "Cohere": TokenizerClass(
@@ -120,7 +123,8 @@ CLASSES: Mapping[str, TokenizerClass] = {
 
 OF_MODEL_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("gpt2", "gptj", "phi", "starcoder2", "opt"), "GPT2"),
-    **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2"),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next"), "Qwen2"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), "Qwen3_5"),
     **dict.fromkeys(("gpt_neox", "olmoe"), "GPTNeoX"),
     **dict.fromkeys(("cohere", "cohere2"), "Cohere"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3"), "Gemma"),
@@ -137,7 +141,7 @@ OF_MODEL_TYPE: Mapping[str, str] = {
     "marian": "Marian",
     **dict.fromkeys(
         "mistral mixtral phi3 granite stablelm olmo2 olmo3 modernbert glm glm4 ernie4_5 "
-        "nemotron persimmon".split(),
+        "nemotron persimmon olmo_hybrid".split(),
         "TokenizersBackend",
     ),
     **dict.fromkeys(
@@ -148,7 +152,7 @@ OF_MODEL_TYPE: Mapping[str, str] = {
 """Tokenizer class for each `model_type`. An empty string means `FILE`, unless the folder names
 another class."""
 
-_IGNORE_NAMED = frozenset({"qwen2"})
+_IGNORE_NAMED = frozenset({"qwen2", "qwen3_5"})
 """Models for which the tokenizer class that the folder names is ignored."""
 
 

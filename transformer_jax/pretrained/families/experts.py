@@ -7,6 +7,7 @@ tensors in the files, except in gpt-oss, where one tensor contains all experts.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from transformer_jax.config import Experts, ModelConfig
 from transformer_jax.pretrained.families import decoder_keys as d
@@ -24,8 +25,10 @@ NAMES = "gate_proj", "up_proj", "down_proj"
 """Tensor names of the gate, up and down matrices of an expert."""
 
 
-def _table(config: ModelConfig, module: str, names: tuple[str, ...]) -> list[TensorMapping]:
-    """Return the table whose experts have these names in `module` in each block."""
+def expert_mappings(
+    config: ModelConfig, module: str = "mlp", names: tuple[str, ...] = NAMES
+) -> list[TensorMapping]:
+    """Map the router and the experts of a block, which have these names in `module`."""
     experts = config.experts or Experts()
     block = f"model.layers.{{i}}.{module}"
     mappings = linear("feed_forward/router", f"{block}.gate", bias=False)
@@ -38,10 +41,14 @@ def _table(config: ModelConfig, module: str, names: tuple[str, ...]) -> list[Ten
     if experts.shared_gate:
         gate = f"{block}.shared_expert_gate"
         mappings += linear("feed_forward/shared_gate", gate, bias=False)
-    return llama_table(config, mappings)
+    return mappings
 
 
-def _experts(count: str, default: int, top_k: int, balance: float = 0.001) -> list[k.Entry]:
+def _table(config: ModelConfig, **names: Any) -> list[TensorMapping]:
+    return llama_table(config, expert_mappings(config, **names))
+
+
+def expert_keys(count: str, default: int, top_k: int, balance: float = 0.001) -> list[k.Entry]:
     """List the numbers of experts and the balance loss.
 
     All arguments except `count` are default values.
@@ -54,11 +61,10 @@ def _experts(count: str, default: int, top_k: int, balance: float = 0.001) -> li
 
 
 NORMALIZE = k.Key("norm_topk_prob", "experts.normalize", k.flag, False)
-_of_mlp = partial(_table, module="mlp", names=NAMES)
 
 MIXTRAL = llama_family(
     "mixtral",
-    [*d.gated(8, eps=1e-5), *_experts("num_local_experts", 8, 2), d.WINDOW, d.rope(1e6)],
+    [*d.gated(8, eps=1e-5), *expert_keys("num_local_experts", 8, 2), d.WINDOW, d.rope(1e6)],
     architecture="MixtralForCausalLM",
     table=partial(_table, module="block_sparse_moe", names=MIXTRAL_NAMES),
 )
@@ -79,12 +85,12 @@ OLMOE = llama_family(
         d.ATTENTION_BIAS,
         k.Fixed(qk_norm=True, qk_norm_over="heads"),
         k.Code(_check_width),
-        *_experts("num_experts", 64, 8, 0.01),
+        *expert_keys("num_experts", 64, 8, 0.01),
         NORMALIZE,
         d.rope(),
     ],
     architecture="OlmoeForCausalLM",
-    table=_of_mlp,
+    table=_table,
 )
 
 
@@ -96,7 +102,7 @@ def _qwen(kv_heads: int, count: int, top_k: int, width: int) -> list[k.Entry]:
     return [
         *d.gated(kv_heads),
         k.Fixed(d_ff=None),
-        *_experts("num_experts", count, top_k),
+        *expert_keys("num_experts", count, top_k),
         k.Key("moe_intermediate_size", "experts.d_ff", k.integer, width),
         # Transformers requires both widths, even though every block has experts.
         k.Code(
@@ -119,13 +125,13 @@ QWEN2_MOE = llama_family(
         k.Key("qkv_bias", "qkv_bias", k.flag, True),
     ],
     architecture="Qwen2MoeForCausalLM",
-    table=_of_mlp,
+    table=_table,
 )
 QWEN3_MOE = llama_family(
     "qwen3_moe",
     [*_qwen(4, 128, 8, 768), d.ATTENTION_BIAS, k.Fixed(qk_norm=True)],
     architecture="Qwen3MoeForCausalLM",
-    table=_of_mlp,
+    table=_table,
 )
 
 
@@ -173,7 +179,7 @@ GPT_OSS = llama_family(
         k.Key("rms_norm_eps", "norm_eps", k.positive, 1e-5),
         k.Key("swiglu_limit", "glu_limit", k.decimal, 7.0),
         k.Key("attention_bias", "use_bias", k.flag, True),
-        *_experts("num_local_experts", 128, 4),
+        *expert_keys("num_local_experts", 128, 4),
         k.Fixed(**{"experts.router_bias": True}),
         k.Code(_read_windows, d.write_windows),
         k.FixedKeys(rope_scaling=dict(rope_type="default")),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
-from transformer_jax.config import Activation, ConfigError, Experts, ModelConfig
+from transformer_jax.config import Activation, ConfigError, Experts, GatedDelta, ModelConfig
 from transformer_jax.config.fields import fail
 from transformer_jax.pretrained.families.other_keys import aliases, other_keys
 from transformer_jax.untrusted_files import MISSING, JsonObject, ObjectKeys, shown
@@ -271,6 +271,11 @@ def activation(**spelled: str) -> Kind:
 
 # Entries of a family
 
+GROUPS: dict[str, Callable[..., Experts | GatedDelta]] = dict(
+    experts=Experts, gated_delta=GatedDelta
+)
+"""Classes of the fields of ModelConfig that have fields of their own."""
+
 
 class Entry(Protocol):
     """Entry of a family, which consists of keys and the fields that they define."""
@@ -294,8 +299,8 @@ class Key:
 
     name: str
     field: str | None
-    """Field of ModelConfig, or of its Experts, such as "experts.count". None only checks the
-    value."""
+    """Field of ModelConfig, or of one of its `GROUPS`, such as "experts.count". None only checks
+    the value."""
     kind: Kind
     default: JsonValue = MISSING
     null: str | None = None
@@ -323,8 +328,9 @@ class Key:
     def write(self, config: ModelConfig) -> JsonObject:
         if self.field is None:
             return {}
-        if self.field.startswith("experts."):
-            value = getattr(config.experts or Experts(), self.field.removeprefix("experts."))
+        group, _, name = self.field.rpartition(".")
+        if group:
+            value = getattr(getattr(config, group) or GROUPS[group](), name)
         elif self.default is None and self.null is None:
             # null is a value here; n_inner=null in GPT-2 means 4 times the width
             value = getattr(config, self.field)

@@ -19,7 +19,7 @@ _DECODERS = (
     "gpt2 llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite smollm3 olmo2 olmo3 "
     "gpt_neox gptj phi cohere cohere2 starcoder2 stablelm opt bloom falcon mixtral olmoe qwen2_moe "
     "qwen3_moe gpt_oss glm glm4 ernie4_5 seed_oss helium exaone4 "
-    "arcee nemotron persimmon hunyuan_v1_dense"
+    "arcee nemotron persimmon hunyuan_v1_dense qwen3_next qwen3_5_text olmo_hybrid"
 )
 _BERTS = "bert roberta xlm-roberta camembert mpnet electra albert nomic_bert"
 _SEQ2SEQ = "bart mbart pegasus m2m_100 marian"
@@ -159,6 +159,17 @@ OTHER_KEYS = (
     OtherKeys(
         "Shared experts are not used.", "qwen3_moe",
         fixed=dict(shared_expert_intermediate_size=[0]),
+    ),
+    OtherKeys(
+        "Every block has experts.", "qwen3_next", "intermediate_size output_router_logits",
+        dict(decoder_sparse_step=[1], mlp_only_layers=[[], None]),
+    ),
+    OtherKeys(
+        "The initialisation, and the pattern that layer_types replaces.", "olmo_hybrid",
+        """
+        full_attention_interval linear_a_log_max linear_a_log_min linear_dt_init_floor
+        linear_dt_max linear_dt_min
+        """,
     ),
     OtherKeys(
         "Whether to return a loss, and noise in training.", "mixtral olmoe gpt_oss",
@@ -348,6 +359,10 @@ OTHER_KEYS = (
         "False for a lone encoder.", "t5 mt5", fixed=dict(is_encoder_decoder=[True, False])
     ),
     # The object in rope_scaling or rope_parameters
+    OtherKeys(
+        "The parts that rotate with the place in an image, which is the position for text.",
+        "rope", "mrope_interleaved mrope_section",
+    ),
     OtherKeys(
         "Transformers reads attention_factor; the other keys are informational.", "rope",
         "attn_factor finetuned", dict(extrapolation_factor=[1.0, 1]),

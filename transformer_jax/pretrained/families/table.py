@@ -13,8 +13,14 @@ from typing import Literal
 
 import numpy as np
 
-from transformer_jax.config import Experts, ModelConfig
-from transformer_jax.pretrained.families.keys import ConfigKeys, Entry, Fields, effective
+from transformer_jax.config import ModelConfig
+from transformer_jax.pretrained.families.keys import (
+    GROUPS,
+    ConfigKeys,
+    Entry,
+    Fields,
+    effective,
+)
 from transformer_jax.untrusted_files import JsonObject
 from transformer_jax.values import value_class
 
@@ -40,22 +46,23 @@ class Rows:
 class Layout:
     """Conversion of one parameter between its shape in this library and in a file.
 
-    | kind   | shape in the file                                                     |
-    |--------|-----------------------------------------------------------------------|
-    | same   | the parameter's                                                       |
-    | flat   | [size]: all axes in one (biases of heads)                             |
-    | row    | [1, size]                                                             |
-    | linear | [outputs, inputs], each side flattened, as torch.nn.Linear stores it  |
-    | conv   | [inputs, outputs], each side flattened, as GPT-2's Conv1D stores it   |
+    | kind      | shape in the file                                                     |
+    |-----------|-----------------------------------------------------------------------|
+    | same      | the parameter's                                                       |
+    | flat      | [size]: all axes in one (biases of heads)                             |
+    | row       | [1, size]                                                             |
+    | linear    | [outputs, inputs], each side flattened, as torch.nn.Linear stores it  |
+    | conv      | [inputs, outputs], each side flattened, as GPT-2's Conv1D stores it   |
+    | depthwise | [channels, 1, width], as a depthwise torch.nn.Conv1d stores it        |
 
     The first `inputs` axes of a matrix are its inputs, and the other axes are its outputs. If
     `parts` is greater than 1, the last axis of the tensor in the file contains that many
     parameters. They are concatenated, or have alternating columns if `interleaved` is set. `part`
-    is the index of this parameter, counted from 0. If `rows` is set, the first axis of a linear or
-    flat tensor contains several parameters.
+    is the index of this parameter, counted from 0. If `rows` is set, the first axis of a linear,
+    flat or depthwise tensor contains several parameters.
     """
 
-    kind: Literal["same", "flat", "row", "linear", "conv"] = "same"
+    kind: Literal["same", "flat", "row", "linear", "conv", "depthwise"] = "same"
     inputs: int = 1
     part: int = 0
     parts: int = 1
@@ -76,6 +83,8 @@ class Layout:
                 found = (columns, rows)
             case "conv":
                 found = (rows, columns)
+            case "depthwise":
+                found = (columns, 1, rows)
         if self.rows is not None:
             found = (self.rows.groups * self.rows.total, *found[1:])
         return (*found[:-1], found[-1] * self.parts) if self.parts > 1 else found
@@ -91,7 +100,7 @@ class Layout:
             runs = tensor.reshape(rows.groups, rows.total, *tensor.shape[1:])
             tensor = runs[:, rows.start : rows.start + rows.count]
             tensor = tensor.reshape(-1, *tensor.shape[2:])
-        return (tensor.T if self.kind == "linear" else tensor).reshape(shape)
+        return (tensor.T if self.kind in ("linear", "depthwise") else tensor).reshape(shape)
 
     def write(self, parameter: np.ndarray) -> np.ndarray:
         """Return the tensor in the file for a parameter, or the part of a shared tensor."""
@@ -101,6 +110,8 @@ class Layout:
             return np.ascontiguousarray(parameter.reshape(rows, -1).T)
         if self.kind == "flat":
             return parameter.reshape(-1)
+        if self.kind == "depthwise":
+            return np.ascontiguousarray(parameter.T[:, None])
         whole = self.file_shape(shape)  # () for a scalar, which has no last axis
         return parameter.reshape(*whole[:-1], whole[-1] // self.parts) if whole else parameter
 
@@ -143,15 +154,19 @@ class TensorMapping:
     layout: Layout = SAME
 
 
-def blocks(stack: str, depth: int, mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
-    """Repeat the mappings of one block for `depth` blocks of a stack such as "decoder".
+Mappings = Iterable[TensorMapping] | Callable[[int], Iterable[TensorMapping]]
+"""Mappings of every block, or a function that returns those of the block with a number."""
+
+
+def blocks(stack: str, depth: int, mappings: Mappings) -> list[TensorMapping]:
+    """Repeat the mappings of a block for `depth` blocks of a stack such as "decoder".
 
     `{i}` in the name of a tensor is replaced by the number of the block.
     """
     return [
         TensorMapping(f"{stack}/block_{i}/{m.param}", m.tensor.format(i=i), m.layout)
         for i in range(depth)
-        for m in mappings
+        for m in (mappings(i) if callable(mappings) else mappings)
     ]
 
 
@@ -250,7 +265,7 @@ def named(config: ModelConfig, module: str, names: Mapping[str, str]) -> list[Te
 def decoder(
     config: ModelConfig,
     tokens: str,
-    block: list[TensorMapping],
+    block: Mappings,
     last_norm: str | None,
     output: str = "lm_head",
     more: Sequence[TensorMapping] = (),
@@ -343,6 +358,8 @@ class Family:
     """Whether one tensor contains the matrices of all experts in a block."""
     old_suffixes: Mapping[str, str] = field(default_factory=dict)
     """Current suffixes of tensor names, keyed by the suffixes in old files."""
+    old_prefixes: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of tensor names, keyed by the prefixes in files of larger models."""
 
     def read(self, keys: ConfigKeys) -> ModelConfig:
         """Return the config that the keys describe."""
@@ -350,11 +367,10 @@ class Family:
         for entry in self.keys:  # the order matters: windows need the number of layers
             fields |= entry.read(keys, fields)
         # Fields of Experts have a dot, so that one list of keys covers both configs.
-        experts = {name: fields.pop(name) for name in [*fields] if name.startswith("experts.")}
-        if experts:
-            fields["experts"] = Experts(
-                **{n.removeprefix("experts."): v for n, v in experts.items()}
-            )
+        for group, config in GROUPS.items():
+            inner = {name: fields.pop(name) for name in [*fields] if name.startswith(f"{group}.")}
+            if inner:
+                fields[group] = config(**{n.removeprefix(f"{group}."): v for n, v in inner.items()})
         return ModelConfig(**fields)
 
     def write(self, config: ModelConfig) -> JsonObject:
