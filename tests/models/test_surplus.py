@@ -33,6 +33,7 @@ MORE = {
     "qkv_bias": (replace(CONFIG, qkv_bias=False), CONFIG),
     "ff_bias": (replace(CONFIG, ff_bias=False), CONFIG),
     "out_bias": (replace(CONFIG, out_bias=False), CONFIG),
+    "activation": (CONFIG, replace(CONFIG, activation="xielu")),
     "glu": (CONFIG, replace(CONFIG, glu=True)),
     "d_ff": (replace(CONFIG, d_ff=0), CONFIG),
     "norm_order": (replace(CONFIG, norm_order="post"), CONFIG),

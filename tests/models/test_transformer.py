@@ -160,6 +160,10 @@ CASES: dict[str, dict] = {
         logit_bias=True, tie_embeddings=False, activation="gelu",
     ),
     "rmsnorm-with-biases": dict(norm="rmsnorm", embedding_norm=True, logit_bias=True),
+    "apertus": dict(
+        positions="rope", norm="rmsnorm", activation="xielu", use_bias=False, qk_norm=True,
+        num_kv_heads=1, positions_=PADDED,
+    ),
     "persimmon": dict(
         positions=Rope(dims=4), activation="relu_squared", qk_norm=True, qk_norm_kind="layernorm",
         qk_norm_bias=True, positions_=PADDED,

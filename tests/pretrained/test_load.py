@@ -365,6 +365,9 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         qk_norm_over="heads", mixers=THREE, gated_delta=GatedDelta(
         num_key_heads=8, num_value_heads=8, key_dim=3, value_dim=6, negative_eigenvalues=True,
         norm_order="pre", norm_eps=1e-5))),
+    "apertus": (small(model_type="apertus", **NO_DEFAULT), (), SMALL_LLAMA | EIGHT | dict(glu=False,
+        norm_eps=1e-5, qk_norm=True, activation="xielu", positions=Rope(base=12e6, scaling="llama3",
+        factor=8.0, original_len=8192, low_freq_factor=1.0, high_freq_factor=4.0))),
     "gpt_neox": (dict(model_type="gpt_neox"), (), NEOX | dict(vocab_size=50432, d_model=6144,
         d_ff=24576, num_layers=44, num_heads=64, positions=Rope(dims=24))),
     "gptj": (dict(model_type="gptj"), (), GPTJ),
@@ -1050,6 +1053,10 @@ def test_tensor_names_match_transformers(family):
     config = read_config(NAMES[family]["config"], saved, "config.json")
     if family == "pegasus":  # its positions are computed
         saved -= {f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")}
+    if family == "apertus":  # its constants are computed
+        constants = {f"model.layers.0.mlp.act_fn.{name}" for name in ("beta", "eps")}
+        assert constants < saved and set(FAMILIES[family].computed(config)) == constants
+        saved -= constants
     assert set(tensor_names(config, family)) == saved
 
 

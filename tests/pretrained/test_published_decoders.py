@@ -346,6 +346,11 @@ CASES = {
         "OlmoHybrid", num_key_value_heads=4, attention_bias=True, linear_allow_neg_eigval=False,
         rope_parameters=dict(rope_type="default", rope_theta=None), **STATES | ODD | OLMO,
     ),
+    "apertus": case("Apertus", pad_token_id=0),
+    "apertus, relu2": case(
+        "Apertus", pad_token_id=0, head_dim=12, hidden_act="relu2", attention_bias=True,
+        tie_word_embeddings=True, rms_norm_eps=1e-2, rope_parameters=NEAR,
+    ),
     "starcoder2": case("Starcoder2", sliding_window=WINDOW),
     "starcoder2, no biases": case(
         "Starcoder2", num_key_value_heads=1, use_bias=False, tie_word_embeddings=False,
@@ -432,7 +437,7 @@ def often(names: Any, seldom: Any) -> list[Any]:
 SLOW = (
     "granite", "smollm3", "cohere", "falcon", "neox", "gptj", "phi", "olmo", "starcoder2",
     "stablelm", "opt", "bloom", "glm", "ernie", "seed", "helium", "exaone4",
-    "arcee", "nemotron", "persimmon", "hunyuan", "qwen3 next, ", "qwen3.5, ",
+    "arcee", "nemotron", "persimmon", "hunyuan", "apertus", "qwen3 next, ", "qwen3.5, ",
 )  # fmt: skip
 
 
@@ -440,7 +445,7 @@ ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemm
 ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
 ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "falcon", "starcoder2", "stablelm"
 ONE_OF_EACH += "opt", "bloom", "glm", "glm4", "ernie", "seed", "helium", "exaone4"
-ONE_OF_EACH += "arcee", "nemotron", "persimmon", "hunyuan", "qwen3.5", "olmo hybrid"
+ONE_OF_EACH += "arcee", "nemotron", "persimmon", "hunyuan", "apertus", "qwen3.5", "olmo hybrid"
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss", "qwen3 next"
 """In memory, transformers has one tensor for all experts of a block, so their gradients are
 compared only with formulas (tests/models/test_experts.py)."""

@@ -183,6 +183,14 @@ CASES: dict[str, Case] = {
     "qk_norm_over own_head, attention_softcap": of_model(
         qk_norm=True, qk_norm_over="own_head", attention_softcap=3.0
     ),
+    "qk_norm_bias, qk_norm_after_rope, activation xielu": of_model(
+        qk_norm=True,
+        qk_norm_kind="layernorm",
+        qk_norm_bias=True,
+        qk_norm_after_rope=True,
+        activation="xielu",
+        glu=False,
+    ),
     "qk_norm_over heads": of_model(qk_norm=True, qk_norm_over="heads"),
     "output matrix, logit_bias, logit_softcap": of_model(
         tie_embeddings=False,

@@ -349,7 +349,15 @@ def _normalised(config, x: np.ndarray, p: Params, name: str) -> np.ndarray:  # [
     return (_rms(rows, config.norm_eps) * scale + bias).reshape(x.shape)
 
 
+def _xielu(x: np.ndarray, p: Params) -> np.ndarray:
+    positive, negative = (np.log1p(np.exp(p[f"alpha_{side}"])) for side in ("positive", "negative"))
+    left = (np.exp(np.minimum(x, 0)) - 1 - x) * (0.5 + negative)
+    return np.where(x > 0, positive * x * x, left) + 0.5 * x
+
+
 def _feed_forward(config, p: Params, x: np.ndarray) -> np.ndarray:
+    if config.activation == "xielu":
+        return _affine(_xielu(_affine(x, p["up"]), p), p["down"])
     act = ACTIVATIONS[config.activation]
     if config.glu:
         gate, up = _affine(x, p["gate"]), _affine(x, p["up"])

@@ -116,7 +116,8 @@ USUAL = {
     "m2m_100": "Nllb", "modernbert": "Bert", "marian": "T5",
     **dict.fromkeys(("llama", "mistral", "mixtral", "phi3"), "Llama"),
     **dict.fromkeys(("granite", "smollm3", "bloom", "falcon", "gpt_oss", "stablelm"), "GPT2"),
-    **dict.fromkeys("olmo2 olmo3 glm glm4 seed_oss exaone4 arcee hunyuan_v1_dense".split(), "GPT2"),
+    **dict.fromkeys("olmo2 olmo3 glm glm4 seed_oss exaone4 arcee".split(), "GPT2"),
+    **dict.fromkeys(("hunyuan_v1_dense", "apertus"), "GPT2"),
     "olmo_hybrid": "GPT2",
     **dict.fromkeys(("ernie4_5", "helium", "nemotron", "persimmon"), "Llama"),
 }  # fmt: skip

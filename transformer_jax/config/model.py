@@ -43,7 +43,7 @@ from transformer_jax.config.positions import (
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
 NormOrder = Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]
-Activation = Literal["relu", "relu_squared", "gelu", "gelu_tanh", "quick_gelu", "silu"]
+Activation = Literal["relu", "relu_squared", "gelu", "gelu_tanh", "quick_gelu", "silu", "xielu"]
 if TYPE_CHECKING:
     AnyActivation = Activation | Callable[[Any], Any]  # on arrays; configs do not import JAX
 else:  # the values that can be used in files and flags
@@ -146,7 +146,7 @@ class ModelConfig(AnyModelConfig):
     """Normalize the embeddings before the first block (BERT)."""
     activation: AnyActivation = "gelu_tanh"
     """Activation of the feed-forward network and of masked_token_head. A name or a function such as
-    `jax.nn.mish`."""
+    `jax.nn.mish`. xielu has two learned numbers per layer (Apertus)."""
     glu: bool = False
     """Use a gated feed-forward network: act(x W_gate) * (x W_up)."""
     glu_limit: Factor | None = None
@@ -260,6 +260,13 @@ class ModelConfig(AnyModelConfig):
                 fail("activation", self.activation, "must be a function of an array")
             object.__setattr__(self, "activation", found)
         check_types(self)
+        if self.activation == "xielu":
+            without = {"glu False": self.glu, "experts None": self.experts is not None}
+            without["masked_token_head False"] = self.masked_token_head
+            without["another pooler"] = self.pooler == "transform"
+            for rule, found in without.items():
+                if found:
+                    fail("activation", "xielu", f"needs {rule}")
         if not self.glu:
             unread(self, "needs glu", "glu_limit", "glu_unit_offset")
         if self.scale_embeddings:
@@ -398,6 +405,7 @@ class ModelConfig(AnyModelConfig):
                 "your own block": isinstance(self.block, CustomBlock),
                 "gated_delta layers": self.has_state,
                 "latent_attention layers": self.latent_attention is not None,
+                "activation 'xielu'": self.activation == "xielu",
                 "your own activation": callable(self.activation),
                 "your own positions": isinstance(self.positions, CustomPositions),
             }

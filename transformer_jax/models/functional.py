@@ -53,8 +53,27 @@ def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
             return jax.nn.gelu(x, approximate=True)
         case "quick_gelu":
             return x * jax.nn.sigmoid(1.702 * x)
+        case "xielu":
+            fail("activation", name, "has learned numbers; call `xielu` instead of `activate`")
     names = get_args(Activation)
     fail("activation", name, f"must be one of {', '.join(names)}{nearest(name, names)}")
+
+
+def xielu(
+    x: jax.Array,  # [..., F]
+    positive: jax.Array,  # [1]
+    negative: jax.Array,  # [1]
+) -> jax.Array:  # [..., F]
+    """Return xIELU with two learned numbers (Huang & Schlag 2024).
+
+    The result is softplus(positive) x² + x/2 for x > 0, and otherwise
+    (1/2 + softplus(negative)) (exp(x) - 1 - x) + x/2.
+    """
+    y = x.astype(F32)
+    right = jax.nn.softplus(positive[0]) * jnp.square(y)
+    # exp(x) would overflow on the other side, where its gradient would then be NaN
+    left = (0.5 + jax.nn.softplus(negative[0])) * (jnp.expm1(jnp.where(y > 0, 0.0, y)) - y)
+    return (jnp.where(y > 0, right, left) + 0.5 * y).astype(x.dtype)
 
 
 def gated(

@@ -19,7 +19,7 @@ from transformer_jax.config import CustomPositions, Learned, ModelConfig, Sinuso
 from transformer_jax.models import ops
 from transformer_jax.models import positions as pos
 from transformer_jax.models.adapters import AdaptedKernel, product
-from transformer_jax.models.functional import F32, activate, dropout, gated
+from transformer_jax.models.functional import F32, activate, dropout, gated, xielu
 from transformer_jax.models.module import Module
 from transformer_jax.models.places import Visit
 from transformer_jax.models.quantized import QuantizedKernel, QuantizedTable, table_logits
@@ -55,6 +55,7 @@ _FIELDS = {
     "output": "tie_embeddings", "positions": "positions", "relative_bias": "positions",
     "shaw_key": "positions", "shaw_value": "positions", "source_tokens": "source_vocab_size",
     "types": "type_vocab_size",
+    "alpha_positive": "activation", "alpha_negative": "activation",
     "query_scale": "qk_norm", "key_scale": "qk_norm", "query_norm_bias": "qk_norm_bias",
     "key_norm_bias": "qk_norm_bias", "sinks": "attention_sinks",
     "attention/gate": "attention_gate", "cross_attention/gate": "attention_gate",
@@ -200,6 +201,13 @@ class FeedForward(Module):
         if cfg.glu:
             gate = linear((cfg.ff_dim,), name="gate")(x, key)
             hidden = gated(gate, hidden, cfg.activation, cfg.glu_limit, cfg.glu_unit_offset)
+        elif cfg.activation == "xielu":
+            start = dict(alpha_positive=0.8, alpha_negative=0.3)  # their softplus
+            alphas = (
+                parameter(self, name, nn.initializers.constant(np.log(np.expm1(value))), (1,))
+                for name, value in start.items()
+            )
+            hidden = xielu(hidden, *alphas)
         else:
             hidden = activate(hidden, cfg.activation)
         hidden = hidden if visit is None else visit("feed_forward/hidden", hidden)

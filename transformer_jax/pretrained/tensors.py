@@ -234,9 +234,9 @@ class CheckpointTensors:
                         "...ForCausalLM"
                     )
                 raise CheckpointError(missing)
-        copies = family.copies(config)
+        copies, computed = family.copies(config), family.computed(config)
         for name in sorted(self.names - {mapping.tensor for mapping in table}):
-            if name in family.computed_tensors or copies.get(name) in self._in_file:
+            if name in computed or copies.get(name) in self._in_file:
                 continue
             if not _matches(name, family.ignored_tensors):
                 rule = f"{family.name} with this config.json has no such tensor"
@@ -261,6 +261,7 @@ class CheckpointTensors:
                     f"config.json requires {list(want)}"
                 )
             self._float_dtype(actual)
+        computed = self._family.computed(config)
         for name in sorted(self.names - {mapping.tensor for mapping in table}):
             first, actual = self._family.copies(config).get(name), self._in_file[name]
             if first in self._in_file:
@@ -270,11 +271,11 @@ class CheckpointTensors:
                 if not same or one.tobytes() != two.tobytes():
                     rule = f"must equal {first}, to which config.json ties it"
                     raise CheckpointError(f"{self._where(actual)} {rule}")
-            elif name in self._family.computed_tensors:  # equal within the precision of the dtype
+            elif name in computed:  # equal within the precision of the dtype
                 # In half precision, a sine or cosine is rounded by up to 2^-9.
                 tolerance = 1e-5 if self._float_dtype(actual) == "float32" else 5e-3
                 shape = tuple(self._folder.tensors[actual].shape)
-                expected = self._family.computed_tensors[name](config, shape)
+                expected = computed[name](config, shape)
                 if expected is not None:
                     stored = self._folder.read(actual).astype(np.float64)
                 if expected is None or not np.abs(stored - expected).max() <= tolerance:

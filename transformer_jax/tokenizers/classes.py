@@ -145,7 +145,8 @@ OF_MODEL_TYPE: Mapping[str, str] = {
         "TokenizersBackend",
     ),
     **dict.fromkeys(
-        "llama smollm3 bloom falcon gpt_oss seed_oss helium exaone4 arcee hunyuan_v1_dense".split(),
+        "llama smollm3 bloom falcon gpt_oss seed_oss helium exaone4 arcee hunyuan_v1_dense "
+        "apertus".split(),
         "",
     ),
 }

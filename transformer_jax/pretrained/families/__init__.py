@@ -31,7 +31,7 @@ FAMILIES: dict[str, Family] = {
         parallel.GPT_NEOX, parallel.GPTJ, parallel.PHI, parallel.COHERE, parallel.COHERE2,
         layernorm.STARCODER2, layernorm.STABLELM, layernorm.OPT, layernorm.BLOOM, layernorm.FALCON,
         dense.ERNIE, dense.GLM, dense.GLM4, dense.SEED_OSS, dense.HELIUM, dense.EXAONE4,
-        dense.ARCEE, dense.NEMOTRON, dense.PERSIMMON, dense.HUNYUAN,
+        dense.ARCEE, dense.NEMOTRON, dense.PERSIMMON, dense.HUNYUAN, dense.APERTUS,
         experts.MIXTRAL, experts.OLMOE, experts.QWEN2_MOE, experts.QWEN3_MOE, experts.GPT_OSS,
         hybrid.QWEN3_NEXT, hybrid.QWEN3_5, hybrid.OLMO_HYBRID,
         bert.BERT, bert.ROBERTA, bert.XLM_ROBERTA, bert.CAMEMBERT, bert.MPNET, bert.DISTILBERT,

@@ -259,14 +259,18 @@ divisor = Kind(
 
 
 def activation(**spelled: str) -> Kind:
-    """Return the kind of an activation. `spelled` overrides the names to write."""
+    """Return the kind of an activation. `spelled` overrides the names to write, or adds names."""
+    names = {str(value): name for value, name in ACTIVATION_KEYS.items()} | spelled
 
     def write(value: object) -> str:
         if not isinstance(value, str):
             fail("activation", value, "no published family supports a custom function")
-        return (ACTIVATION_KEYS | spelled)[value]
+        if value not in names:
+            fail("activation", value, f"must be one of {', '.join(names)}")
+        return names[value]
 
-    return Kind(lambda keys, name, default: keys.choice(name, ACTIVATIONS, default), write)
+    read = ACTIVATIONS | {name: value for value, name in spelled.items()}
+    return Kind(lambda keys, name, default: keys.choice(name, read, default), write)
 
 
 # Entries of a family

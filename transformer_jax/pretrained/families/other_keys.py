@@ -19,7 +19,8 @@ _DECODERS = (
     "gpt2 llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite smollm3 olmo2 olmo3 "
     "gpt_neox gptj phi cohere cohere2 starcoder2 stablelm opt bloom falcon mixtral olmoe qwen2_moe "
     "qwen3_moe gpt_oss glm glm4 ernie4_5 seed_oss helium exaone4 "
-    "arcee nemotron persimmon hunyuan_v1_dense qwen3_next qwen3_5_text olmo_hybrid"
+    "arcee nemotron persimmon hunyuan_v1_dense apertus qwen3_next qwen3_5_text "
+    "olmo_hybrid"
 )
 _BERTS = "bert roberta xlm-roberta camembert mpnet electra albert nomic_bert"
 _SEQ2SEQ = "bart mbart pegasus m2m_100 marian"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -313,6 +313,9 @@ def expert_linear(param: str, tensor: str, count: int) -> list[TensorMapping]:
     ]
 
 
+Computed: TypeAlias = Mapping[str, Callable[[ModelConfig, Shape], np.ndarray | None]]
+
+
 @value_class
 class Family:
     """Definition of a `model_type` of config.json. `FAMILIES` lists all families."""
@@ -337,11 +340,13 @@ class Family:
     )
     """Mapping from the copies of tied tensors that a file may contain to the originals, or a
     function that returns this mapping for a config."""
-    computed_tensors: Mapping[str, Callable[[ModelConfig, Shape], np.ndarray | None]] = field(
-        default_factory=dict
-    )
+    computed_tensors: Computed | Callable[[ModelConfig], Computed] = field(default_factory=dict)
     """Functions that compute tensors that the config determines, keyed by tensor name. A function
-    receives the shape in the file, and returns None if that shape is impossible."""
+    receives the shape in the file, and returns None if that shape is impossible. Can be a function
+    that returns this mapping for a config."""
+    saves_computed: bool = False
+    """Whether scalar `computed_tensors` are saved, because transformers leaves them undefined if
+    they are missing."""
     rotates_parts: bool = False
     """Whether the class in transformers supports partial rotation. Other classes ignore that key,
     or fail if RoPE is scaled."""
@@ -382,6 +387,11 @@ class Family:
         for entry in self.keys:
             content |= entry.write(config)
         return content
+
+    def computed(self, config: ModelConfig) -> Computed:
+        """Return the functions that compute the tensors that a config determines."""
+        found = self.computed_tensors
+        return found(config) if callable(found) else found
 
     def copies(self, config: ModelConfig) -> Mapping[str, str]:
         """Return the copies of tied tensors that a file may contain, mapped to the originals."""
