@@ -69,7 +69,7 @@ MODELS = {
         gated_delta=GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=4),
     ),
     "latents": replace(
-        SMALL, positions="rope", mixers=("latent_attention",),
+        SMALL, positions="rope", init_std=0.3, mixers=("latent_attention",),
         latent_attention=LatentAttention(
             query_rank=8, rank=8, nope_dim=4, rope_dim=4, value_dim=4
         ),

@@ -21,6 +21,7 @@ from transformer_jax.config import (
     ConfigError,
     Experts,
     GatedDelta,
+    LatentAttention,
     Learned,
     ModelConfig,
     Rope,
@@ -241,6 +242,12 @@ BART = dict(
 )  # fmt: skip
 SMALL = dict(vocab_size=53, d_model=12, d_ff=10, num_layers=2, num_heads=8, max_len=64)
 SMALL_LLAMA = LLAMA | SMALL | dict(norm_eps=1e-6)
+SMALL_DEEPSEEK = SMALL_LLAMA | dict(
+    positions=Rope(pairing="interleaved"), mixers=("latent_attention",),
+    latent_attention=LatentAttention(
+        query_rank=1536, rank=512, nope_dim=128, rope_dim=64, value_dim=128
+    ),
+)  # fmt: skip
 SMALL_GEMMA = GEMMA | SMALL | dict(num_kv_heads=4)
 CODER = dict(
     vocab_size=53, d_model=12, d_ff=10, num_layers=2, num_heads=2, max_len=64, positions="rope"
@@ -300,6 +307,13 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
     "qwen3_moe": (small(model_type="qwen3_moe", **NO_DEFAULT), (), SMALL_LLAMA
         | dict(num_kv_heads=4, head_dim=2, qk_norm=True, d_ff=None,
         experts=Experts(count=128, top_k=8, d_ff=768, normalize=False, balance_loss=0.001))),
+    "deepseek_v2": (small(model_type="deepseek_v2", num_experts_per_tok=2, **NO_DEFAULT
+        | dict(head_dim=...)), (), SMALL_DEEPSEEK | dict(d_ff=None, experts=Experts(count=64,
+        top_k=2, d_ff=1407, shared_d_ff=2814, normalize=False, balance_loss=0.001))),
+    "deepseek_v3": (small(model_type="deepseek_v3", num_hidden_layers=4, **NO_DEFAULT
+        | dict(head_dim=...)), (), SMALL_DEEPSEEK | dict(num_layers=4, experts=Experts(count=256,
+        top_k=8, d_ff=2048, shared_d_ff=2048, dense_layers=3, groups=8, top_groups=4, group_best=2,
+        score="sigmoid", selection_bias=True, scale=2.5, balance_loss=0.001))),
     "gpt_oss": (small(model_type="gpt_oss", rope_scaling=dict(rope_type="default"), **NO_DEFAULT
         | dict(head_dim=...)), (), SMALL_LLAMA | dict(num_kv_heads=8, head_dim=64, norm_eps=1e-5,
         positions=Rope(base=150_000.0), window=(128, None), attention_sinks=True, use_bias=True,
@@ -630,8 +644,7 @@ def test_max_position_embeddings_is_written_as_scaled_length(factor, trained):
         (small(attention_bias=0), "attention_bias is 0: must be true or false"),
         (small(head_dim=3), "head_dim"),
         (small(model_type="mamba"), "model_type is 'mamba': must be one of gpt2, llama"),
-        (small(model_type="deepseek_v3"),
-         "model_type is 'deepseek_v3': this library does not implement its multi-head latent"),
+        (small(model_type="kimi_k2"), "model_type is 'kimi_k2': only deepseek_v2 and deepseek_v3"),
         (small(model_type="deberta-v2"),
          "model_type is 'deberta-v2': this library does not implement its disentangled attention"),
         (small(model_type="gemma3_text", rope_parameters=dict(rope_type="default")),

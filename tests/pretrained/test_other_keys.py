@@ -20,6 +20,10 @@ SIZES = {
     "helium": LLAMA | dict(head_dim=16),
     "olmo_hybrid": LLAMA | MIXED | dict(rope_theta=None),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text"), LLAMA | MIXED),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"),
+        LLAMA | dict(num_key_value_heads=4, first_k_dense_replace=1, num_experts_per_tok=2),
+    ),
     "persimmon": {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"},
 }  # fmt: skip
 """Required keys per family; other families have defaults, or need only those of Llama."""
@@ -48,6 +52,11 @@ PUBLISHED = {
     "Qwen2 with the keys of Qwen3": ("qwen2", dict(use_qk_norm=False, mlp_bias=False)),
     "DeepSeek-R1-Distill-Qwen": ("qwen2", dict(use_mrope=False, sliding_window=4096)),
     "Qwen2.5-1M": ("qwen2", dict(dual_chunk_attention_config={"chunk_size": 262144})),
+    "DeepSeek-V2-Lite": ("deepseek_v2", dict(aux_loss_alpha=0.001, ep_size=1, moe_layer_freq=1,
+        n_group=1, norm_topk_prob=False, pretraining_tp=1, scoring_func="softmax", seq_aux=True,
+        topk_group=1, topk_method="greedy", attention_bias=False)),
+    "DeepSeek-V3": ("deepseek_v3", dict(ep_size=1, moe_layer_freq=1, num_nextn_predict_layers=1,
+        scoring_func="sigmoid", topk_method="noaux_tc", attention_bias=False)),
     "unsloth": ("llama", dict(unsloth_version="2025.9.1", unsloth_fixed=True)),
     "SmolLM2": ("llama", {"transformers.js_config": {"dtype": {}}, "is_llama_config": True,
         "rope_interleaved": False, "pretraining_tp": 1}),

@@ -119,6 +119,14 @@ def without_groups(name: str, **changes: Any) -> Case:
 neox = partial(without_groups, "GPTNeoX")
 
 
+def deepseek(version: int, **changes: Any) -> Case:
+    """Return a DeepSeek whose widths all differ."""
+    sizes = dict(num_key_value_heads=4, q_lora_rank=11, kv_lora_rank=14, qk_nope_head_dim=6)
+    sizes |= dict(qk_rope_head_dim=8, v_head_dim=5, n_routed_experts=8, num_experts_per_tok=3)
+    sizes |= dict(n_shared_experts=2, moe_intermediate_size=12)
+    return case(f"DeepseekV{version}", **sizes | changes)
+
+
 def rope(kind: str, trained: int | None = None, /, **parameters: Any) -> Case:
     """Return a Llama with a RoPE scaling."""
     parameters |= dict(rope_type=kind, rope_theta=10_000.0)
@@ -411,6 +419,21 @@ CASES = {
         "Phi", tie_word_embeddings=True, layer_norm_eps=1e-2,
         rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=1.0),
     ),
+    "deepseek2": deepseek(2, q_lora_rank=None, first_k_dense_replace=1, num_hidden_layers=3),
+    "deepseek2, groups": deepseek(
+        2, n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=1.7,
+        n_shared_experts=1, tie_word_embeddings=True, rms_norm_eps=1e-2,
+        rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=1.3),
+    ),
+    "deepseek3": deepseek(
+        3, n_group=2, topk_group=1, first_k_dense_replace=1,
+        rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "deepseek3, halves": deepseek(
+        3, n_group=1, topk_group=1, q_lora_rank=None, first_k_dense_replace=0,
+        rope_interleave=False, norm_topk_prob=False, hidden_act="gelu", v_head_dim=9,
+        rope_parameters=YARN | dict(mscale_all_dim=0.6),
+    ),
 }  # fmt: skip
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -438,6 +461,7 @@ SLOW = (
     "granite", "smollm3", "cohere", "falcon", "neox", "gptj", "phi", "olmo", "starcoder2",
     "stablelm", "opt", "bloom", "glm", "ernie", "seed", "helium", "exaone4",
     "arcee", "nemotron", "persimmon", "hunyuan", "apertus", "qwen3 next, ", "qwen3.5, ",
+    "deepseek",
 )  # fmt: skip
 
 
@@ -447,6 +471,7 @@ ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "falcon", "starcoder2"
 ONE_OF_EACH += "opt", "bloom", "glm", "glm4", "ernie", "seed", "helium", "exaone4"
 ONE_OF_EACH += "arcee", "nemotron", "persimmon", "hunyuan", "apertus", "qwen3.5", "olmo hybrid"
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss", "qwen3 next"
+WITH_EXPERTS += "deepseek2", "deepseek2, groups", "deepseek3"
 """In memory, transformers has one tensor for all experts of a block, so their gradients are
 compared only with formulas (tests/models/test_experts.py)."""
 
@@ -466,6 +491,7 @@ def ours(folder: Path, **options: Any) -> tuple[Any, Any]:
     """Load the model, scanned if all layers have the same structure, to compile faster."""
     keys = json.loads((folder / "config.json").read_text())
     patterns = [keys.get(name) or () for name in ("layer_types", "no_rope_layers")]
+    patterns += [("kv_lora_rank", None)] if "kv_lora_rank" in keys else []
     return load_pretrained(folder, scan_layers=all(len(set(p)) < 2 for p in patterns), **options)
 
 
@@ -509,7 +535,9 @@ def test_rope_frequencies_match_transformers(name, folders):
         stretch = Rope(base=rope.window_base or rope.base) if near else rope
         rotary(torch.zeros(1), torch.arange(LENGTH)[None], *([layer] if pattern else []))
         prefix = f"{layer}_" if pattern else ""
-        frequencies, factor = rope_frequencies(stretch, config.key_dim)
+        latent = config.latent_attention
+        width = config.key_dim if latent is None else latent.rope_dim
+        frequencies, factor = rope_frequencies(stretch, width)
         want = getattr(rotary, f"{prefix}inv_freq").numpy()
         np.testing.assert_allclose(frequencies, want, rtol=1e-6)
         assert abs(factor - getattr(rotary, f"{prefix}attention_scaling")) < 1e-7

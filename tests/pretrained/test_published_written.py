@@ -18,7 +18,15 @@ pytest.importorskip("transformers")
 from tests.support.drawn import drawn
 from tests.support.published import LOGITS, apply, torch, transformers
 from transformer_jax.cli.convert import TASK_TYPES
-from transformer_jax.config import ConfigError, GatedDelta, Learned, LoraConfig, ModelConfig, Rope
+from transformer_jax.config import (
+    ConfigError,
+    Experts,
+    GatedDelta,
+    Learned,
+    LoraConfig,
+    ModelConfig,
+    Rope,
+)
 from transformer_jax.models.lora import apply_lora, init_lora
 from transformer_jax.pretrained.config_json import read_config, write_config
 from transformer_jax.pretrained.families import FAMILIES
@@ -37,6 +45,11 @@ LLAMA = dict(
     num_key_value_heads=2, max_position_embeddings=48,
 )  # fmt: skip
 EXPERTS = LLAMA | dict(num_experts=3, num_local_experts=3, num_experts_per_tok=2)
+DEEPSEEK = LLAMA | dict(
+    num_key_value_heads=4, q_lora_rank=11, kv_lora_rank=14, qk_nope_head_dim=6, qk_rope_head_dim=4,
+    v_head_dim=5, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=2,
+    topk_group=2, moe_intermediate_size=20, first_k_dense_replace=0,
+)  # fmt: skip
 BERT = {name: LLAMA[name] for name in LLAMA if name != "num_key_value_heads"}
 GPT2 = dict(n_embd=32, n_layer=2, n_head=4, n_inner=44, n_positions=48)
 BART = dict(
@@ -85,6 +98,8 @@ SIZES: dict[str, dict[str, Any]] = {
     | dict(moe_intermediate_size=20, shared_expert_intermediate_size=28),
     "qwen3_5_text": LLAMA | STATES,
     "olmo_hybrid": LLAMA | STATES | dict(rope_theta=None),
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
     "distilbert": dict(dim=32, n_layers=2, n_heads=4, hidden_dim=44, max_position_embeddings=48),
     "albert": BERT | dict(embedding_size=12),
     "electra": BERT | dict(embedding_size=12),
@@ -229,6 +244,10 @@ def test_saved_tokenizer_produces_same_ids_in_transformers(family, tmp_path):
         assert [theirs.decode(ids) for ids in got] == [*TEXTS]
 
 
+EXPERTS_OF_V2 = Experts(
+    count=6, top_k=2, d_ff=20, shared_d_ff=40, dense_layers=1, groups=3, top_groups=2,
+    normalize=False, balance_loss=0.001,
+)  # fmt: skip
 STRETCHED = dict(scaling="yarn", factor=4.0, original_len=12)
 CHANGES: dict[str, list[dict[str, Any]]] = {
     # Config fields that transformers reads from a separate key, or not at all
@@ -330,6 +349,18 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "bloom": [dict(tie_embeddings=False)],
     "electra": [dict(embedding_dim=None)],
     "qwen3_moe": [dict(use_bias=True, ff_bias=False), dict(window=5), dict(qk_norm=False)],
+    "deepseek_v2": [dict(attention_scale=0.5), dict(positions=Rope(pairing="half")),
+        dict(positions=Rope(pairing="interleaved", **STRETCHED)), dict(positions=None),
+        dict(positions=Rope(pairing="interleaved", attention_factor=1.1, **STRETCHED),
+        attention_scale=0.5), dict(window=5), dict(tie_embeddings=True), dict(experts=None),
+        dict(experts=EXPERTS_OF_V2),
+        dict(experts=dataclasses.replace(EXPERTS_OF_V2, normalize=True)),
+        dict(experts=dataclasses.replace(EXPERTS_OF_V2, shared_d_ff=30)),
+        dict(experts=dataclasses.replace(EXPERTS_OF_V2, shared_d_ff=None)),
+        dict(experts=dataclasses.replace(EXPERTS_OF_V2, group_best=2))],
+    "deepseek_v3": [dict(positions=Rope(pairing="half")), dict(attention_sinks=True),
+        dict(positions=Rope(pairing="interleaved", **STRETCHED), attention_scale=0.5),
+        dict(experts=EXPERTS_OF_V2), dict(norm_eps=0.1), dict(mixers=None, latent_attention=None)],
 }  # fmt: skip
 
 

@@ -41,7 +41,8 @@ def randomised(model: Any, seed: int, spread: float = 0.3) -> Any:
     """Move all parameters far from their initial values, so that each of them matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        biases = [x for name, x in model.named_buffers() if name.endswith("correction_bias")]
+        for parameter in (*model.parameters(), *biases):
             noise = torch.randn(parameter.shape, generator=generator)
             width = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else spread
             parameter.add_(noise * width)
@@ -116,7 +117,7 @@ def weights_of(
 ) -> np.ndarray:  # [B, L, N, T, S]
     """Return the attention weights of a branch of each block."""
     side = "encoder/" if branch.startswith("encoder/") else ""
-    place = f"{branch.removeprefix(side)}/weights"
+    place = f"(latent_)?{branch.removeprefix(side)}/weights"
     return np.stack(of_blocks(captured, side, place), axis=1)
 
 

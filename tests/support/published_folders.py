@@ -120,6 +120,7 @@ USUAL = {
     **dict.fromkeys(("hunyuan_v1_dense", "apertus"), "GPT2"),
     "olmo_hybrid": "GPT2",
     **dict.fromkeys(("ernie4_5", "helium", "nemotron", "persimmon"), "Llama"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "Llama"),
 }  # fmt: skip
 """Map each family to a class whose files its folders may contain."""
 assert USUAL.keys() == FAMILIES.keys()

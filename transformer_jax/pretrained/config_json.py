@@ -29,10 +29,8 @@ OVERRIDABLE_FIELDS = frozenset(
 UNSUPPORTED_HEADS = ("ForMultipleChoice",)
 """Suffixes of `architectures` whose tensor names can conflict with those of a supported head."""
 
-_LATENT = "this library does not implement its multi-head latent attention"
-WITHOUT_PARTS = dict.fromkeys(
-    ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT
-) | dict.fromkeys(
+_LATENT = "only deepseek_v2 and deepseek_v3 are supported of the models with latent attention"
+WITHOUT_PARTS = dict.fromkeys(("deepseek_v32", "kimi_k2", "minicpm3"), _LATENT) | dict.fromkeys(
     ("deberta", "deberta-v2"), "this library does not implement its disentangled attention"
 )
 """Reasons why models cannot be loaded, keyed by each unsupported `model_type` that users may

@@ -149,8 +149,8 @@ def read_rope(
             one, two = inner.number("mscale", None), inner.number("mscale_all_dim", None)
             # The two keys of DeepSeek form a quotient. One of them without the other has no effect.
             if attention_factor is None and one and two:
-                attention_factor = _magnitude(options["factor"], one)
-                attention_factor /= _magnitude(options["factor"], two)
+                attention_factor = magnitude(options["factor"], one)
+                attention_factor /= magnitude(options["factor"], two)
             options |= dict(
                 attention_factor=attention_factor,
                 beta_fast=inner.number("beta_fast", None) or 32.0,
@@ -193,7 +193,7 @@ def _rotated_dims(holders: Iterable[k.ConfigKeys], fields: k.Fields, default: fl
     return None if found == head_dim else found
 
 
-def _magnitude(factor: float, scale: float) -> float:
+def magnitude(factor: float, scale: float) -> float:
     """Return YaRN's multiplier of the rotated vectors, 0.1 scale ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 

@@ -38,12 +38,12 @@ ACTIVATION_KEYS: dict[Activation, str] = {
 
 DEPTH_KEYS = frozenset(
     """
-    decoder_layers encoder_layers n_layer n_layers num_decoder_layers num_experts
+    decoder_layers encoder_layers n_layer n_layers n_routed_experts num_decoder_layers num_experts
     num_hidden_layers num_layers num_local_experts
     """.split()
 )
 """Keys that are numbers of layers or experts. Each layer or expert has at least one tensor."""
-EXPERT_KEYS = frozenset({"num_experts", "num_local_experts"})
+EXPERT_KEYS = frozenset({"n_routed_experts", "num_experts", "num_local_experts"})
 """Keys that are numbers of experts."""
 
 

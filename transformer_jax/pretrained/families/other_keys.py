@@ -20,7 +20,7 @@ _DECODERS = (
     "gpt_neox gptj phi cohere cohere2 starcoder2 stablelm opt bloom falcon mixtral olmoe qwen2_moe "
     "qwen3_moe gpt_oss glm glm4 ernie4_5 seed_oss helium exaone4 "
     "arcee nemotron persimmon hunyuan_v1_dense apertus qwen3_next qwen3_5_text "
-    "olmo_hybrid"
+    "olmo_hybrid deepseek_v2 deepseek_v3"
 )
 _BERTS = "bert roberta xlm-roberta camembert mpnet electra albert nomic_bert"
 _SEQ2SEQ = "bart mbart pegasus m2m_100 marian"
@@ -156,6 +156,22 @@ OTHER_KEYS = (
     OtherKeys(
         "Features of Qwen 2, which must be off.", "qwen3 qwen3_moe",
         fixed=dict(mlp_bias=[False], qkv_bias=[False]),
+    ),
+    OtherKeys(
+        "Keys of DeepSeek's original code. Its layers that predict further tokens are not loaded.",
+        "deepseek_v2 deepseek_v3",
+        """
+        ep_size num_nextn_predict_layers output_router_logits pretraining_tp seq_aux
+        """,
+        dict(attention_bias=[False, None], mlp_bias=[False], moe_layer_freq=[1]),
+    ),
+    OtherKeys(
+        "The router of DeepSeek-V2.", "deepseek_v2",
+        fixed=dict(norm_topk_prob=[False, None], scoring_func=["softmax"]),
+    ),
+    OtherKeys(
+        "The router of DeepSeek-V3.", "deepseek_v3",
+        fixed=dict(scoring_func=["sigmoid"], topk_method=["noaux_tc"]),
     ),
     OtherKeys(
         "Shared experts are not used.", "qwen3_moe",

@@ -1,0 +1,200 @@
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): latent attention, and experts after the first layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+from transformer_jax.config import Experts, LatentAttention, ModelConfig
+from transformer_jax.pretrained.families import decoder_keys as d
+from transformer_jax.pretrained.families import keys as k
+from transformer_jax.pretrained.families import table as t
+from transformer_jax.pretrained.families.llama import llama_family
+from transformer_jax.untrusted_files import MISSING, JsonObject
+
+# Tensors
+
+
+def _table(config: ModelConfig) -> list[t.TensorMapping]:
+    block, sizes = "model.layers.{i}", config.latent_attention or LatentAttention()
+    module, names = f"{block}.self_attn", ("gate", "up", "down")
+    linear = partial(t.linear, bias=False)
+    first = {"latent": sizes.rank, "rotated_key": sizes.rope_dim}
+    heads = {"key": sizes.nope_dim, "value": sizes.value_dim}
+    in_mixer = [
+        *t.fused(f"{module}.kv_a_proj_with_mqa", 1, first, bias=False),
+        t.TensorMapping("latent_scale", f"{module}.kv_a_layernorm.weight"),
+        *t.fused(f"{module}.kv_b_proj", config.num_heads, heads, bias=False),
+        *linear("out", f"{module}.o_proj", t.LINEAR_OUT),
+    ]
+    if sizes.query_rank is None:
+        in_mixer += linear("query", f"{module}.q_proj")
+    else:
+        in_mixer += linear("query_latent", f"{module}.q_a_proj")
+        in_mixer += [t.TensorMapping("query_latent_scale", f"{module}.q_a_layernorm.weight")]
+        in_mixer += linear("query", f"{module}.q_b_proj")
+    mixer = [t.TensorMapping(f"latent_attention/{m.param}", m.tensor, m.layout) for m in in_mixer]
+    mixer += t.norm("norm_latent_attention", f"{block}.input_layernorm", bias=False)
+    mixer += t.norm("norm_feed_forward", f"{block}.post_attention_layernorm", bias=False)
+    dense, routed = list[t.TensorMapping](), linear("feed_forward/router", f"{block}.mlp.gate")
+    experts = config.experts or Experts()
+    for name in names:
+        dense += linear(f"feed_forward/{name}", f"{block}.mlp.{name}_proj")
+        one = f"{block}.mlp.experts.{{e}}.{name}_proj"
+        routed += t.expert_linear(f"feed_forward/{name}", one, experts.count)
+        if experts.shared_d_ff is not None:
+            shared = f"{block}.mlp.shared_experts.{name}_proj"
+            routed += linear(f"feed_forward/shared/{name}", shared)
+    if experts.selection_bias:
+        bias = f"{block}.mlp.gate.e_score_correction_bias"
+        routed += [t.TensorMapping("feed_forward/selection_bias", bias)]
+    mappings = lambda i: mixer + (routed if config.has_experts(i) else dense)  # noqa: E731
+    return t.decoder(config, "model.embed_tokens", mappings, "model.norm")
+
+
+# Keys
+
+
+def _read_latent(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    sizes = LatentAttention(
+        query_rank=keys.optional_integer("q_lora_rank", 1536),
+        rank=keys.integer("kv_lora_rank", 512),
+        nope_dim=keys.integer("qk_nope_head_dim", 128),
+        rope_dim=keys.integer("qk_rope_head_dim", 64),
+        value_dim=keys.integer("v_head_dim", 128),
+    )
+    # transformers writes these two widths, and computes them anew
+    for name, width in ("head_dim", sizes.rope_dim), ("qk_head_dim", sizes.key_dim):
+        if keys.optional_integer(name, width) != width:
+            keys.fail(name, keys.take(name), f"must be {width}, by the widths of the parts")
+    return dict(latent_attention=sizes)
+
+
+def _write_latent(config: ModelConfig) -> JsonObject:
+    sizes = config.latent_attention or LatentAttention()
+    return dict(
+        q_lora_rank=sizes.query_rank, kv_lora_rank=sizes.rank, qk_nope_head_dim=sizes.nope_dim,
+        qk_rope_head_dim=sizes.rope_dim, v_head_dim=sizes.value_dim,
+    )  # fmt: skip
+
+
+def _read_widths(keys: k.ConfigKeys, fields: k.Fields, count: int) -> k.Fields:
+    width = fields["experts.d_ff"] * keys.integer("n_shared_experts", count)
+    # the width of the first layers is not used if all layers have experts
+    unused = {} if fields["experts.dense_layers"] else {"d_ff": None}
+    return {"experts.shared_d_ff": width, **unused}
+
+
+def _write_shared(config: ModelConfig) -> JsonObject:
+    shared = 0 if config.experts is None else config.experts.shared_d_ff or 0
+    return dict(n_shared_experts=shared // config.expert_dim)
+
+
+def _read_groups(keys: k.ConfigKeys, fields: k.Fields, best: int) -> k.Fields:
+    usual = (8, 4) if best == 2 else (None, None)
+    groups = keys.optional_integer("n_group", usual[0])
+    top = keys.optional_integer("topk_group", usual[1])
+    if best == 1:  # DeepSeek-V2 may ignore the groups
+        limited = dict(greedy=False, group_limited_greedy=True)
+        groups = groups if keys.choice("topk_method", limited, "greedy") else 1
+    if groups in (None, 1):
+        return {}
+    if top is None:
+        keys.fail("topk_group", top, "must be an integer for n_group above 1")
+    return {"experts.groups": groups, "experts.top_groups": top, "experts.group_best": best}
+
+
+def _write_groups(config: ModelConfig, best: int) -> JsonObject:
+    experts = config.experts or Experts()
+    keys: JsonObject = dict(n_group=experts.groups, topk_group=experts.top_groups)
+    if best == 1:
+        keys["topk_method"] = "greedy" if experts.groups == 1 else "group_limited_greedy"
+    return keys
+
+
+def _scale_by(factor: float, width: int, mscale: float) -> float:
+    """Return the scale of the scores: YaRN's magnitude multiplies queries and keys."""
+    return float(width**-0.5 * d.magnitude(factor, mscale) ** 2)
+
+
+def _read_rope(keys: k.ConfigKeys, fields: k.Fields, is_v3: bool) -> k.Fields:
+    rope = d.read_rope(keys, fields)
+    if not is_v3 or keys.flag("rope_interleave", True):
+        rope = replace(rope, pairing="interleaved")
+    found: k.Fields = dict(positions=rope, max_len=fields["max_len"])
+    spec = keys.take("rope_parameters", None) or keys.take("rope_scaling", None) or {}
+    mscale = spec.get("mscale_all_dim")
+    if rope.scaling is not None and mscale:
+        width = fields["latent_attention"].key_dim
+        found["attention_scale"] = _scale_by(rope.factor, width, mscale)
+    return found
+
+
+def _write_rope(config: ModelConfig, is_v3: bool) -> JsonObject:
+    rope, keys = d.rope_of(config), d.write_rope(config)
+    if is_v3:
+        keys["rope_interleave"] = rope.pairing == "interleaved"
+    if config.attention_scale is not None and rope.factor > 1:
+        width = (config.latent_attention or LatentAttention()).key_dim
+        ratio = math.sqrt(config.attention_scale * math.sqrt(width))
+        mscale = (ratio - 1) / (0.1 * math.log(rope.factor))
+        short = float(f"{mscale:.12g}")  # removes the rounding of the root
+        same = _scale_by(rope.factor, width, short) == config.attention_scale
+        keys["rope_scaling"]["mscale_all_dim"] = short if same else mscale
+    return keys
+
+
+def _deepseek(version: int, dense: int, count: int, shared: int, width: int) -> list[k.Entry]:
+    """List the keys of both versions. The arguments after the version are default values."""
+    is_v3 = version == 3
+    from_zero = k.Kind(lambda keys, name, default: keys.integer(name, default, least=0))
+    best = 2 if is_v3 else 1
+    return [
+        *k.standard_sizes(),
+        k.same("num_key_value_heads", "num_heads", "num_attention_heads"),
+        k.Key("tie_word_embeddings", "tie_embeddings", k.flag, False),
+        k.Key("attention_dropout", "attention_dropout", k.rate, 0.0),
+        k.Fixed(norm="rmsnorm", glu=True, use_bias=False, mixers=("latent_attention",)),
+        k.Key("rms_norm_eps", "norm_eps", k.positive, 1e-6),
+        k.Key("hidden_act", "activation", k.activation(), "silu"),
+        k.FixedKeys(attention_bias=False),
+        k.Code(_read_latent, _write_latent),
+        k.Key("n_routed_experts", "experts.count", k.integer, count),
+        k.Key("num_experts_per_tok", "experts.top_k", k.integer, 8 if is_v3 else MISSING),
+        k.Key("first_k_dense_replace", "experts.dense_layers", from_zero, dense),
+        k.Key("moe_intermediate_size", "experts.d_ff", k.integer, width),
+        k.Key("routed_scaling_factor", "experts.scale", k.decimal, 2.5 if is_v3 else 1.0),
+        k.Key("aux_loss_alpha", "experts.balance_loss", k.number, 0.001),
+        k.Code(partial(_read_widths, count=shared), _write_shared),
+        k.Code(partial(_read_groups, best=best), partial(_write_groups, best=best)),
+        k.Code(partial(_read_rope, is_v3=is_v3), partial(_write_rope, is_v3=is_v3)),
+    ]
+
+
+DEEPSEEK_V2 = llama_family(
+    "deepseek_v2",
+    [
+        *_deepseek(2, 0, 64, 2, 1407),
+        k.Fixed(**{"experts.normalize": False}),
+        k.FixedKeys(norm_topk_prob=False),
+    ],
+    architecture="DeepseekV2ForCausalLM",
+    table=_table,
+    divides_width=True,
+)
+DEEPSEEK_V3 = llama_family(
+    "deepseek_v3",
+    [
+        *_deepseek(3, 3, 256, 1, 2048),
+        k.Fixed(**{"experts.score": "sigmoid", "experts.selection_bias": True}),
+        k.Key("norm_topk_prob", "experts.normalize", k.flag, True),
+    ],
+    architecture="DeepseekV3ForCausalLM",
+    table=_table,
+    # DeepSeek-V3 predicts a second token with a layer that transformers does not load
+    ignored_tensors=(
+        "model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq",
+        "model.layers.61.*",
+    ),
+)  # fmt: skip
