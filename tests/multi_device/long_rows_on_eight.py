@@ -118,15 +118,19 @@ def balanced(name: str, layout: str) -> dict[str, Any]:
     prepare = partial(along_context, identity, 4 if needs_balance(train) else None)
     loss = batch_loss(config, **options, row_shards=2, length_shards=4)
     both = jax.jit(jax.value_and_grad(lambda p, b: loss(p, prepare(b), None), has_aux=True))
-    inputs = place.whole(params), place.rows(batch, axis=0)
+    parameters = jax.device_put(params, place.shardings(jax.eval_shape(lambda: params)))
+    inputs = parameters, place.rows(batch, axis=0)
     compiled = both.lower(*inputs).compile()
     actual = compiled(*inputs)
     found = jax.jit(prepare)(inputs[1]).tokens
     moved = re.findall(
-        r"(f32\[\d+,\d+,[\d,]+\])\S* (?:all-gather|all-to-all)(?:-start)?\(", compiled.as_text()
+        r"f32\[(\d+,\d+,[\d,]+)\]\S* (?:all-gather|all-to-all)(?:-start)?\(", compiled.as_text()
     )
+    # parts of kernels are gathered before each use, as with "fsdp"
+    kernels = {",".join(map(str, x.shape[-3:])) for x in jax.tree.leaves(params)}
     return dict(
-        error=largest_error(actual, expected), gathered=moved,
+        error=largest_error(actual, expected), gathered=[x for x in moved if x not in kernels],
+        kernels=str(parameters["embed"]["tokens"].sharding.spec),
         first=np.asarray(found.addressable_shards[0].data)[0].tolist(),
         wanted=tokens[0][[*range(5), *range(35, 40)]].tolist(),
     )  # fmt: skip

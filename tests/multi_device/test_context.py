@@ -109,7 +109,7 @@ PAIRS = dict(everything=56, causal=28, window=7, packed=7, zigzag=56)
     ],
 )
 def test_compiled_program_sends_only_blocks_that_a_mask_needs(cases):
-    """The bytes are those of the formula in docs/meshes.md, and nothing is gathered."""
+    """The bytes are those of the formula in docs/long_sequences.md, and nothing is gathered."""
     results = on_devices(8, *SCRIPT, *(f"traffic; {case}" for case in cases), optimise=False)
     block, positions = 2 * 1024 * 2 * 16 * 4, 1024 * 4  # keys and values f32[1, 1024, 2, 16]
     for case in cases:
@@ -168,11 +168,15 @@ def test_models_with_split_tokens_match_one_device(cases):
     ],
 )  # fmt: skip
 def test_training_in_zigzag_order_matches_one_device(cases):
-    """Losses and gradients, with documents and prefixes. A device has both ends of a row."""
+    """Losses and gradients, with documents, prefixes and split parameters.
+
+    A device has both ends of a row.
+    """
     names = [f"balanced, {case}" for case in cases]
     results = on_devices(8, "-m", "tests.multi_device.long_rows_on_eight", *names, optimise=False)
     for case, found in results.items():
         assert found["first"] == found["wanted"], case
+        assert found["kernels"] == "P('tensor', ('fsdp', 'context'))", case
         assert found["error"] <= GRADIENT_F32, (case, found)
         assert found["gathered"] == [] or "experts" in case, (case, found)
 
@@ -235,10 +239,10 @@ def test_invalid_sharding_of_slots_raises_error():
     mesh = jax.sharding.AbstractMesh((4,), ("context",))
     slots = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context"))
     config = ModelConfig(num_heads=2, d_model=16)
-    with pytest.raises(ValueError, match="capacity is 30: must be a multiple of 4, the devices"):
+    with pytest.raises(ValueError, match=r"capacity is 30: must be a multiple of 4, the devices"):
         init_cache(config, 2, 30, sharding=slots)
     config = replace(config, mixers=("gated_delta", "attention"), gated_delta=GatedDelta())
-    with pytest.raises(ValueError, match="sharding is .*: layers with a state have no slots"):
+    with pytest.raises(ValueError, match=r"sharding is .*: layers with a state have no slots"):
         init_cache(config, 2, 32, sharding=slots)
 
 

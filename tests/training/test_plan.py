@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import pytest
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from tests.support.devices import on_devices
+from transformer_jax.cli.plan import main
 from transformer_jax.config import (
     AdamW,
     ConfigError,
@@ -267,6 +269,17 @@ def test_communication_traffic_is_parsed_from_program_text():
     assert network_traffic(open_ended, 32).unknown_loops == 2
 
 
+def test_transfers_inside_shard_map_are_counted_separately():
+    """JAX gives them the same channel."""
+    line = (
+        "  %{0} = f32[4,8]{{1,0}} collective-permute(%x), channel_id=1, "
+        "source_target_pairs={{{{0,1}},{{1,0}}}}"
+    )
+    text = "ENTRY %main (x: f32[4,8]) -> f32[4,8] {\n"
+    text += "\n".join(line.format(name) for name in ("a", "b", "c")) + "\n}"
+    assert network_traffic(text, 2).bytes == {"collective-permute": 3 * 4 * 8 * 4}
+
+
 @pytest.mark.parametrize(
     ("line", "sent"),
     [
@@ -452,6 +465,57 @@ def test_llama_3_8b_is_planned_for_256_unattached_chips():
         assert plan.traffic.bytes["all-gather"] == pytest.approx(2 * matrices, rel=0.15)
         sums = 6 * 32 * 4096 * 4096 * 2 * 2 * 3 / 4
         assert plan.traffic.bytes["all-reduce"] == pytest.approx(sums, rel=0.1)
+
+
+LENGTHS = """
+import json
+from dataclasses import replace
+from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.training.planning.hardware import find_hardware
+from transformer_jax.training.planning.lengths import plan_lengths
+from transformer_jax.training.planning.plan import plan_training
+model = ModelConfig(
+    vocab_size=64, max_len=256, num_layers=3, num_heads=4, num_kv_heads=2, d_model=32, d_ff=64,
+    positions="rope", glu=True, norm="rmsnorm", implementation="blockwise", remat="full",
+    scan_layers=True,
+)
+found = []
+for window in (None, 40):
+    config = TrainConfig(model=replace(model, window=window), context=256)
+    for plan in plan_lengths(config, find_hardware("cpu-8"), 256):
+        if plan.mesh.context == 4:
+            run = replace(config, mesh=plan.mesh, batch_size=2)
+            real = plan_training(run, plan.hardware)
+            found.append([plan.ring, real.traffic.bytes["collective-permute"],
+                          plan.memory.optimizer, real.memory.optimizer])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_formula_for_traffic_of_ring_matches_compiled_step():
+    """The compiled step sends the positions of keys fewer times, because all layers share them."""
+    for ring, sent, optimizer, stored in on_devices(8, "-c", LENGTHS, optimise=False):
+        assert 0.98 * ring < sent <= ring and optimizer == stored
+
+
+def test_table_of_lengths_marks_fastest_mesh_that_fits(capsys):
+    argv = ["--target", "tpu-v5p-128,tpu-v5e-64", "--preset", "llama3-8b", "--lengths", "131072"]
+    assert main(argv) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[4:]]
+    assert [line[2:5] for line in lines[:7]] == [[str(64 >> n), "x", str(1 << n)] for n in range(7)]
+    assert lines[0][-1] == "*" and sum("*" in line for line in lines) == 2
+    memory = [float(line[5]) for line in lines[7:]]
+    assert sorted(memory, reverse=True) == memory
+    for line, size in zip(lines[7:], memory, strict=True):
+        assert (line[-1] == "fit") == (size > 15.75)
+    # each of 32 layers sends 3 blocks of 32,768 tokens: keys and values with 8 heads of 128 in
+    # bfloat16 and positions, three times, and gradients in float32
+    block = 32768 * (8 * 256 * 2 + 4) * 3 + 32768 * 8 * 256 * 4
+    assert float(lines[2][6]) == pytest.approx(32 * 3 * block / 1e9, abs=0.05)
+    assert main([*argv[:1], "tpu-v5p-128,cpu", *argv[2:]]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and "target is 'cpu': --lengths needs published peak" in printed.err
 
 
 def test_library_output_to_standard_error_is_suppressed(capfd):

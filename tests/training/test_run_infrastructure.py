@@ -135,6 +135,12 @@ def test_parameters_are_sharded_as_documented():
     assert parameter_spec(("embed", "bias"), (24,), sizes) == P()
     for name in ("v_row", "v_col"):
         assert parameter_spec((name, "embed", "tokens"), (24, 8), sizes) == P()
+    # devices that split the tokens of a row also split the parameters, if the sizes fit
+    sizes |= dict(context=2)
+    query = "decoder", "block_0", "attention", "query", "kernel"
+    assert parameter_spec(query, (24, 8, 16), sizes) == P(("fsdp", "context"), "tensor", None)
+    assert parameter_spec(query, (12, 8, 16), sizes) == P("fsdp", "tensor", None)
+    assert parameter_spec(("embed", "tokens"), (24, 8), sizes) == P("tensor", ("fsdp", "context"))
 
 
 def test_single_device_mesh_places_rows_and_parameters():

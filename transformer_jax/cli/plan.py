@@ -5,11 +5,15 @@ r"""Estimate the memory and time of a training or decoding step on given hardwar
     python -m transformer_jax plan --target h200 --model FOLDER_OR_ID --batch-size 4
     python -m transformer_jax plan --target h200 --preset llama3-8b --decode --batch-size 32
     python -m transformer_jax plan --target cpu --model runs/book
+    python -m transformer_jax plan --target tpu-v5p-128,tpu-v5p-512 --preset llama3-8b \
+        --lengths 131072,1048576
 
 The step is compiled for the target, which does not have to be attached. Nothing is run, and no data
 is read. The flags of train.py describe the run. A TPU target needs `pip install libtpu`, and a GPU
 target needs `pip install "jax[cuda13]"`. Only 75 % of the GPU memory is counted, which is JAX's
 default. XLA_PYTHON_CLIENT_MEM_FRACTION sets a different fraction.
+
+With --lengths, nothing is compiled. Formulas compare the ways to split rows of these lengths.
 
 The targets are cpu, h200, h200-N, tpu-v5e-N, tpu-v5p-N and tpu-v6e-N.
 """
@@ -24,7 +28,7 @@ from typing import TYPE_CHECKING
 from transformer_jax.cli.command import run
 from transformer_jax.cli.flags import Path, Text
 from transformer_jax.cli.run_flags import FLAGS, RunFlags, Start, configure
-from transformer_jax.config import PRESETS, ConfigError
+from transformer_jax.config import PRESETS, ConfigError, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.kinds import names_of
 from transformer_jax.config.model import as_transformer
@@ -40,7 +44,8 @@ class PlanOptions:
     """Command-line options, in addition to the fields of a run."""
 
     target: str
-    """Hardware, such as cpu, h200 or tpu-v5e-256."""
+    """Hardware, such as cpu, h200 or tpu-v5e-256. With --lengths, several names, separated by
+    commas."""
     model: str | None = None
     """Folder of a run to continue with changes from the flags, or folder or ID of a published model
     to fine-tune."""
@@ -48,6 +53,9 @@ class PlanOptions:
     """Model and recipe to start from:"""
     decode: bool = False
     """Plan a decoding step instead of a training step."""
+    lengths: tuple[int, ...] | None = None
+    """Print a table of meshes for training on rows of these numbers of tokens, such as
+    131072,1048576."""
     quick: bool = False
     """Skip the search for the largest batch and for changes that would make the step fit."""
 
@@ -91,6 +99,8 @@ def plan(options: PlanOptions, texts: Mapping[Path, Text]) -> bool:
         else:
             texts = {**texts, ("init_from",): name}
     config = configure(RunFlags(start, texts))[0]
+    if options.lengths is not None:
+        return _print_lengths(config, options.target.split(","), options.lengths)
     hardware = find_hardware(options.target)
     if not config.model.supports("plan"):
         kind = type(config.model).__name__
@@ -174,6 +184,36 @@ def _print(found: Plan) -> None:
             print(f"network: {found.traffic.unknown_loops} collectives in loops of unknown length")
     elif hardware.chip is None:
         print("minimum time of a step      unknown: the peak rates of this machine are not known")
+
+
+def _print_lengths(config: TrainConfig, targets: Sequence[str], lengths: Sequence[int]) -> bool:
+    """Print the plans of all meshes, and return whether every length fits on every target."""
+    from transformer_jax.training.planning.hardware import find_hardware
+    from transformer_jax.training.planning.lengths import plan_lengths
+
+    fits, found = True, [find_hardware(target) for target in targets]
+    for one in found:
+        if one.chip is None:
+            raise ConfigError(f"target is {one.name!r}: --lengths needs published peak rates")
+    print("training with remat=full, one row for each device on fsdp; * is the fastest that fits")
+    print("GB sent by a device in a step: keys and values (ring), parameters; s: minimum times\n")
+    columns = "target", "tokens", "fsdp x context", "GiB", "ring", "params", "compute", "network"
+    print("{:12} {:>9}  {:14} {:>7} {:>7} {:>7} {:>9} {:>9}".format(*columns), "   tokens/s")
+    for hardware in found:
+        for length in lengths:
+            plans = [*plan_lengths(config, hardware, length)]
+            fitting = [plan for plan in plans if plan.fits]
+            best = max(fitting, key=lambda plan: plan.rate, default=None)
+            fits = fits and best is not None
+            for plan in plans:
+                mesh = f"{plan.mesh.fsdp} x {plan.mesh.context}"
+                mark = "*" if plan is best else "" if plan.fits else "does not fit"
+                print(
+                    f"{hardware.name:12} {length:9,}  {mesh:14} {plan.memory.total / GIB:7.1f} "
+                    f"{plan.ring / 1e9:7.1f} {plan.parameters / 1e9:7.1f} {plan.compute:9.2f} "
+                    f"{plan.network:9.2f} {plan.rate:11,.0f} {mark}".rstrip()
+                )
+    return fits
 
 
 def _time(seconds: float) -> str:

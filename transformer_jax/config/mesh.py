@@ -30,7 +30,7 @@ class MeshConfig:
     Tokens are sent to the devices that store their experts (Lepikhin et al. 2020). The "tensor"
     axis does not split expert matrices, so all devices along it compute the same experts."""
     context: Size = 1
-    """Number of devices that split the tokens of each row, and have the same parameters. Keys and
+    """Number of devices that split the tokens of each row, and the parameters like "fsdp". Keys and
     values travel from device to device (Liu et al. 2023). It must divide the length of the rows."""
 
     def __post_init__(self) -> None:

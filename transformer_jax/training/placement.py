@@ -11,8 +11,9 @@ Matrices are split as follows:
     expert up, gate [E, D, F] and down [E, F, D]      like up, gate, and down; experts by expert
     token embedding tables [V, D]                     vocabulary by tensor, width by fsdp
 
-The optimizer state of a parameter is split like the parameter. An array axis is replicated if its
-size is not divisible by the number of devices.
+Devices that split the tokens of a row, along "context", also split what "fsdp" splits. The
+optimizer state of a parameter is split like the parameter. An array axis is replicated if its size
+is not divisible by the number of devices.
 """
 
 from __future__ import annotations
@@ -95,10 +96,15 @@ def parameter_spec(
     # as Adafactor's placeholders.
     if len(wanted) != len(shape) - first:
         return PartitionSpec()
-    axes = [
-        axis if axis is not None and size % sizes[axis] == 0 else None
-        for axis, size in zip(wanted, shape[first:], strict=True)
-    ]
+
+    def fitting(axis: str | None, size: int) -> str | tuple[str, ...] | None:
+        if axis is None or size % sizes[axis]:
+            return None
+        context = sizes.get("context", 1)
+        together = context > 1 and size % (sizes["fsdp"] * context) == 0
+        return ("fsdp", "context") if axis == "fsdp" and together else axis
+
+    axes = [fitting(axis, size) for axis, size in zip(wanted, shape[first:], strict=True)]
     return PartitionSpec(*(None,) * first, *axes)
 
 

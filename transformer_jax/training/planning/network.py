@@ -90,7 +90,9 @@ def network_traffic(text: str, devices: int) -> Traffic:
             share = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1.0}
             sent = size * share.get(kind, (group - 1) / group) * runs[name]
             channel = re.search(r"channel_id=(\d+)", line)
-            key = f"channel {channel[1]}" if channel else f"{name} {number}"
+            # JAX gives channel 1 to all collectives inside a `shard_map`, such as those of a ring
+            is_own = channel is not None and channel[1] != "1"
+            key = f"channel {channel[1]}" if channel and is_own else f"{name} {number}"
             if key not in found or found[key][1] < sent:  # in several parts if asynchronous
                 found[key] = kind, sent
             uncertain += name in unknown

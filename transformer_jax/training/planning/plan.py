@@ -128,7 +128,7 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     rows, length = config.batch_size, config.sequence_len
     flops = config.accumulation * rows * step_flops(config)
     tokens = config.accumulation * rows * length
-    abstract = _placement(mesh, hardware, None)
+    abstract = placement_on(hardware, mesh)
     programs = make_programs(config)
     frozen = () if config.lora is None else (FrozenBase(config, abstract).params,)
     template = jax.eval_shape(programs.fresh_state, np.uint32(0))
@@ -141,7 +141,7 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     )
     if not compiled or resident.total > hardware.memory:
         return Plan(hardware, mesh, resident, 0, tokens, flops, False)
-    placement = _placement(mesh, hardware, hardware.devices())
+    placement = placement_on(hardware, mesh, hardware.devices())
     state = placement.state(template)
     # micro-batches [A, B, T], split by row
     by_row = _sharding(placement, PartitionSpec(None, ROWS))
@@ -189,7 +189,7 @@ def plan_decoding(
         raise ConfigError(f"batch_size is {batch_size}: {rule}")
     if mesh.context > 1:
         raise ConfigError(f"mesh is {mesh}: context must be 1, because decoding reads one token")
-    placement = _placement(mesh, hardware, hardware.devices())
+    placement = placement_on(hardware, mesh, hardware.devices())
     dtype = jnp.dtype(model.dtype)
     params = jax.eval_shape(lambda: cast_floats(init_params(model, jax.random.key(0)), dtype))
     params = placement.state(params)
@@ -365,7 +365,9 @@ def least_chips(config: TrainConfig, hardware: Hardware) -> int | None:
     return None
 
 
-def _placement(mesh: MeshConfig, hardware: Hardware, devices: list[jax.Device] | None) -> Placement:
+def placement_on(
+    hardware: Hardware, mesh: MeshConfig, devices: list[jax.Device] | None = None
+) -> Placement:
     """Return the placement on devices, or on an abstract mesh if `devices` is None."""
     if mesh.devices != hardware.count:
         found = "has one chip" if hardware.count == 1 else f"has {hardware.count} chips"
