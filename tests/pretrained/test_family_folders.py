@@ -71,6 +71,7 @@ GPT_OSS = dict(
     beta_fast=32.0, beta_slow=1.0, truncate=False),
 )  # fmt: skip
 """A config with more experts than tensors, since one tensor contains all experts."""
+APERTUS = WIDE | dict(model_type="apertus", num_hidden_layers=1)
 BERT, ROBERTA = (ENCODER | dict(model_type=n, pad_token_id=1) for n in ("bert", "roberta"))
 DISTIL = dict(model_type="distilbert", vocab_size=29, dim=12, n_heads=3, n_layers=1, hidden_dim=10)
 MPNET = ENCODER | dict(
@@ -703,3 +704,27 @@ def test_saving_in_older_style_preserves_its_keys(tmp_path):
     files = (tmp_path / name / "model.safetensors" for name in ("new", "like"))
     one, two = (file.read_bytes() for file in files)
     assert one == two
+
+
+def test_constants_of_apertus_are_saved_and_checked(tmp_path):
+    config = read(APERTUS)
+    save_pretrained(tmp_path / "m", config, drawn(config))
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    beta, eps = (tensors[f"model.layers.0.mlp.act_fn.{name}"] for name in ("beta", "eps"))
+    assert (beta.shape, beta.dtype, float(beta), float(eps)) == (
+        (),
+        np.float32,
+        0.5,
+        np.float32(-1e-6),
+    )
+    without = {name: x for name, x in tensors.items() if not name.endswith(("beta", "eps"))}
+    assert len(without) == len(tensors) - 2
+    save_file(without, file)
+    chex.assert_trees_all_equal(load_pretrained(tmp_path / "m")[1], drawn(config))
+    for wrong in (np.array(0.7, np.float32), np.full(2, 0.5, np.float32)):
+        save_file(tensors | {"model.layers.0.mlp.act_fn.beta": wrong}, file)
+        with pytest.raises(
+            CheckpointError, match=r"beta differs from the values that config\.json"
+        ):
+            load_pretrained(tmp_path / "m")

@@ -288,6 +288,5 @@ def _tensors(
         whole = joined([mapping.layout for mapping in mappings], pieces)
         # In a checkpoint without a head, names have no prefix, so write them without the prefix.
         yield name.removeprefix(family.prefix) if bare else name, whole
-    for name, compute in family.computed(config).items() if family.saves_computed else ():
-        scalar = np.asarray(compute(config, ()), whole.dtype)
-        yield name.removeprefix(family.prefix) if bare else name, scalar
+    for name, value in family.scalars(config).items():
+        yield name.removeprefix(family.prefix) if bare else name, np.asarray(value, whole.dtype)

@@ -7,10 +7,7 @@ Helium (Kyutai 2025), EXAONE 4 (LG AI Research 2025), Arcee (Arcee AI 2025), Nem
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-
-import numpy as np
 
 from transformer_jax.config import ModelConfig, Rope
 from transformer_jax.pretrained.families import decoder_keys as d
@@ -259,7 +256,6 @@ HUNYUAN = llama_family(
 
 # Apertus: xIELU
 
-
 _APERTUS_ROPE = Rope(
     base=12e6, scaling="llama3", factor=8.0, original_len=8192, low_freq_factor=1.0,
     high_freq_factor=4.0,
@@ -267,43 +263,18 @@ _APERTUS_ROPE = Rope(
 
 
 def _read_apertus_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    base = keys.take("rope_theta", None)
-    if not any(keys.take(name, None) for name in ("rope_parameters", "rope_scaling")):
-        if base is not None:  # versions of transformers differ
-            keys.fail("rope_theta", base, "needs rope_parameters or rope_scaling")
-        return dict(positions=_APERTUS_ROPE)
-    return d.rope(12e6).read(keys, fields)
-
-
-def _write_apertus_rope(config: ModelConfig) -> JsonObject:
-    return dict(rope_scaling=dict(rope_type="default")) | d.write_rope(config)
-
-
-def _apertus_table(config: ModelConfig) -> list[t.TensorMapping]:
-    block = t.named(config, "model.layers.{i}", _APERTUS_NAMES)
-    if config.activation == "xielu":
-        for side in ("positive", "negative"):
-            name = f"model.layers.{{i}}.mlp.act_fn.alpha_{side[0]}"
-            block.append(t.TensorMapping(f"feed_forward/alpha_{side}", name))
-    return t.decoder(config, "model.embed_tokens", block, "model.norm")
-
-
-def _xielu_constants(config: ModelConfig) -> t.Computed:
-    def constant(value: float) -> Callable[[ModelConfig, t.Shape], np.ndarray | None]:
-        return lambda _, shape: np.full(shape, value) if np.prod(shape) == 1 else None
-
-    layers = range(config.num_layers * (config.activation == "xielu"))
-    values = dict(beta=0.5, eps=-1e-6)
-    return {
-        f"model.layers.{i}.mlp.act_fn.{name}": constant(value)
-        for i in layers
-        for name, value in values.items()
-    }
+    if any(keys.take(name, None) for name in ("rope_parameters", "rope_scaling")):
+        return d.rope(12e6).read(keys, fields)
+    if (base := keys.take("rope_theta", None)) is not None:  # versions of transformers differ
+        keys.fail("rope_theta", base, "needs rope_parameters or rope_scaling")
+    return dict(positions=_APERTUS_ROPE)
 
 
 _APERTUS_NAMES = t.attention_names("self_attn", "o_proj") | _UP_DOWN | {
     "norm_attention": "attention_layernorm", "norm_feed_forward": "feedforward_layernorm",
     "attention/query_scale": "self_attn.q_norm", "attention/key_scale": "self_attn.k_norm",
+    "feed_forward/alpha_positive": "mlp.act_fn.alpha_p",
+    "feed_forward/alpha_negative": "mlp.act_fn.alpha_n",
 }  # fmt: skip
 APERTUS = llama_family(
     "apertus",
@@ -313,10 +284,14 @@ APERTUS = llama_family(
         k.Key("rms_norm_eps", "norm_eps", k.positive, 1e-5),
         k.Key("hidden_act", "activation", k.activation(xielu="xielu"), "xielu"),
         d.ATTENTION_BIAS,
-        k.Code(_read_apertus_rope, _write_apertus_rope),
+        k.FixedKeys(rope_scaling=dict(rope_type="default")),  # the default is llama3
+        k.Code(_read_apertus_rope, d.write_rope),
     ],
-    table=_apertus_table,
+    table=t.named_decoder("model.embed_tokens", "model.layers.{i}", _APERTUS_NAMES, "model.norm"),
     architecture="ApertusForCausalLM",
-    computed_tensors=_xielu_constants,
-    saves_computed=True,
+    scalars=lambda config: {
+        f"model.layers.{i}.mlp.act_fn.{name}": value
+        for i in range(config.num_layers * (config.activation == "xielu"))
+        for name, value in (("beta", 0.5), ("eps", -1e-6))
+    },
 )

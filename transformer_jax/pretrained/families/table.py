@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -249,6 +250,8 @@ def named(config: ModelConfig, module: str, names: Mapping[str, str]) -> list[Te
             found += [TensorMapping(param, f"{tensor}.weight")] if config.qk_norm else []
             if config.qk_norm_bias:
                 found.append(TensorMapping(param.replace("scale", "norm_bias"), f"{tensor}.bias"))
+        elif kind.startswith("alpha_"):
+            found += [TensorMapping(param, tensor)] if config.activation == "xielu" else []
         elif kind == "qkv":
             found += fused(tensor, config.kv_heads, runs, qkv_bias)
         elif kind == "gate_up":
@@ -340,13 +343,12 @@ class Family:
     )
     """Mapping from the copies of tied tensors that a file may contain to the originals, or a
     function that returns this mapping for a config."""
-    computed_tensors: Computed | Callable[[ModelConfig], Computed] = field(default_factory=dict)
+    computed_tensors: Computed = field(default_factory=dict)
     """Functions that compute tensors that the config determines, keyed by tensor name. A function
-    receives the shape in the file, and returns None if that shape is impossible. Can be a function
-    that returns this mapping for a config."""
-    saves_computed: bool = False
-    """Whether scalar `computed_tensors` are saved, because transformers leaves them undefined if
-    they are missing."""
+    receives the shape in the file, and returns None if that shape is impossible."""
+    scalars: Callable[[ModelConfig], Mapping[str, float]] = lambda config: {}
+    """Function that returns the constants that a file contains for a config, keyed by tensor name.
+    They are always saved, because transformers leaves them undefined if they are missing."""
     rotates_parts: bool = False
     """Whether the class in transformers supports partial rotation. Other classes ignore that key,
     or fail if RoPE is scaled."""
@@ -390,8 +392,12 @@ class Family:
 
     def computed(self, config: ModelConfig) -> Computed:
         """Return the functions that compute the tensors that a config determines."""
-        found = self.computed_tensors
-        return found(config) if callable(found) else found
+
+        def compute(_: ModelConfig, shape: Shape, value: float) -> np.ndarray | None:
+            return np.full(shape, value) if math.prod(shape) == 1 else None
+
+        scalars = self.scalars(config).items()
+        return {**self.computed_tensors, **{n: partial(compute, value=v) for n, v in scalars}}
 
     def copies(self, config: ModelConfig) -> Mapping[str, str]:
         """Return the copies of tied tensors that a file may contain, mapped to the originals."""
