@@ -193,7 +193,10 @@ def _modification(case: OnnxCase, name: str) -> dict[str, Any]:
         T, S = case.heads("Q").shape[1], case.heads("K").shape[1]
         bias = np.arange(T)[:, None] - np.arange(S)
         return {"bias": jnp.asarray(bias[None, None], jnp.float32)}
-    raise Absent(f"{name} of {', '.join(kinds)}: not a sum, a soft cap or a mask")
+    if name == "prob_mod" and kinds == ["Mul"]:
+        (constant,) = constants.values()
+        return {"factor": float(constant)}  # of all weights, and therefore of the output
+    raise Absent(f"{name} of {', '.join(kinds)}: not a sum, a soft cap, a mask or a factor")
 
 
 def judge(implementation: str, case: OnnxCase) -> Cell:
@@ -211,7 +214,11 @@ def judge(implementation: str, case: OnnxCase) -> Cell:
     target = IMPLEMENTATIONS[implementation]
     name = implementation if target is None else "pallas"
     plain = functools.partial(dot_product_attention, implementation=name)
-    attend = functools.partial(plain, **arguments)
+    factor = arguments.pop("factor", 1.0)
+
+    def attend(*arrays: jax.Array) -> jax.Array:
+        return factor * plain(*arrays, **arguments)
+
     keys, values = (_with_past(case, one, past) for one in ("key", "value"))
     query = jnp.asarray(case.heads("Q"))
     with contextlib.nullcontext() if target is None else using(target):

@@ -98,7 +98,6 @@ MEANT = {
     "logits_scale": (attend, "scale$"),
     "block_mask": (attend, "mask$"),
     "dropout_mask": (attend, "dropout_rate and dropout_key"),
-    "score_mod": (attend, "bias, your own subclass of `Bias`"),
     "q_indices": (attend, "q_positions$"),
     "k_indices": (attend, "k_positions$"),
     "query_seq_lengths": (attend, r"mask=Dense\(\(jnp.arange\(T\)\[None\] < query_seq_lengths"),

@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "positions": dict(mask="causal", positions=True, dropout_rate=0.3),
     "a mask of heads": dict(mask="dense", scale=True),
     "a mask that reads": dict(mask="reads", bias="of a user"),
+    "a function of the score": dict(mask="packed", bias="of the score", kv_heads=4),
     "nonfinite": dict(mask="packed", nonfinite=True, kv_heads=2),
     "three rows": dict(batch=3, mask="padded"),
     "six heads": dict(heads=6, kv_heads=6, mask="packed"),
@@ -133,8 +134,13 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
                 values = RelativeBias(values, bidirectional=True, max_distance=50)
             elif bias == "of a user":
                 values = Steep(values)
+            score_mod = None
+            if bias == "of the score":
+                slopes, values = values, None
+                score_mod = lambda s, b, h, q, k: s * (1 + slopes[b, h] * (q - k))  # noqa: E731
             out, lse = dot_product_attention(
                 inputs["query"], inputs["key"], inputs["value"], mask=mask, bias=values,
+                score_mod=score_mod,
                 sinks=inputs["sinks"], scale=inputs["scale"] if options.get("scale") else None,
                 softcap=options.get("softcap"), return_lse=True, implementation=implementation,
                 dropout_rate=options.get("dropout_rate", 0.0), dropout_key=jax.random.key(1),

@@ -91,7 +91,7 @@ SUGGESTED = "key heads on one of two axes, automatic"
                     "key heads on one of two axes, explicit",
                     "key heads on one of two axes, automatic",
                 ),
-                "a mask that reads, explicit",
+                *("a mask that reads, explicit", "a function of the score, automatic"),
                 *("exported", "projected", "ordered", "cut, heads", "precise", "older_partitioner"),
             ],
             id="some",

@@ -39,6 +39,7 @@ from transformer_jax.attention.fused import Invariant, Native, Pallas
 from transformer_jax.attention.masks import Mask
 from transformer_jax.attention.reference import Xla, reference_weights
 from transformer_jax.attention.ring import SplitLengths, attend, split_lengths
+from transformer_jax.attention.score_mod import ScoreFunction
 from transformer_jax.config.keywords import known_keywords, refuse_keywords
 from transformer_jax.kernels import cpu, platform, target
 from transformer_jax.kernels.chips import FASTEST
@@ -101,6 +102,7 @@ def dot_product_attention(
     *,
     mask: Mask | PlannedMask | None = None,
     bias: jax.Array | Bias | None = None,
+    score_mod: ScoreFunction | None = None,
     scale: float | jax.Array | None = None,  # a number or [N]
     softcap: float | None = None,
     sinks: jax.Array | None = None,  # [N]
@@ -117,7 +119,7 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], or with lse [B, T, N]
     """Return softmax(s) v over the query-key pairs that the mask allows.
 
-        s = softcap tanh(scale q.k / softcap) + bias
+        s = score_mod(softcap tanh(scale q.k / softcap) + bias)
 
     Query head n reads key head n // (N / K). If a query sees no key, its output is zero, its lse is
     -inf, and it has no gradient.
@@ -151,6 +153,10 @@ def dot_product_attention(
         mask: the keys that each query sees, for example `Causal() & Window(32)`; None means all.
         bias: an array that broadcasts to [B, N, T, S], or a `Bias` such as `ALiBi`, which depends
             on positions instead of indices; None means no bias.
+        score_mod: function (score, row, head, q_position, k_position) -> score of scalars, which
+            may read other arrays, such as `table[head]`. It is differentiated, also with respect to
+            these arrays, and must be differentiable for every pair, even a hidden one. A result of
+            -inf hides the pair. Only "xla" and "blockwise" support it.
         scale: factor for q.k, either a number or an array [N] with one factor per query head. It
             may be traced and differentiated. None means 1 / sqrt(H).
         softcap: bound on the scores, applied before the bias; above 0. None means no bound.
@@ -187,6 +193,7 @@ def dot_product_attention(
         value,
         mask=mask,
         bias=bias,
+        score_mod=score_mod,
         scale=scale,
         softcap=softcap,
         sinks=sinks,
@@ -347,6 +354,7 @@ def dot_product_attention_weights(
     *,
     mask: Mask | None = None,
     bias: jax.Array | Bias | None = None,
+    score_mod: ScoreFunction | None = None,
     scale: float | jax.Array | None = None,  # a number or [N]
     softcap: float | None = None,
     sinks: jax.Array | None = None,  # [N]
@@ -361,6 +369,7 @@ def dot_product_attention_weights(
         key: [B, S, K, H], K divides N.
         mask: the keys that each query sees; None means all.
         bias: an array that broadcasts to [B, N, T, S], or a `Bias`; None means no bias.
+        score_mod: as in `dot_product_attention`.
         scale: factor for q.k, either a number or an array [N] with one factor per query head; None
             means 1 / sqrt(H).
         softcap: bound on the scores, applied before the bias; above 0. None means no bound.
@@ -385,6 +394,7 @@ def dot_product_attention_weights(
         key,
         mask=mask,
         bias=bias,
+        score_mod=score_mod,
         scale=scale,
         softcap=softcap,
         sinks=sinks,

@@ -14,6 +14,7 @@ import numpy as np
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.dropout import key_words
 from transformer_jax.attention.mask import Mask, check_mask
+from transformer_jax.attention.score_mod import ScoreFunction, ScoreMod, traced_score_mod
 from transformer_jax.checks import as_int32, as_number, check_factor, check_finite, check_key
 from transformer_jax.kernels.caches import dequantize, rows_of_pages
 from transformer_jax.kernels.contract import Refused as Refused
@@ -61,6 +62,7 @@ class Options(TypedDict, total=False):
 
     mask: Mask | PlannedMask | None
     bias: jax.Array | Bias | None
+    score_mod: ScoreFunction | None
     scale: float | jax.Array | None
     softcap: float | None
     sinks: jax.Array | None
@@ -82,6 +84,7 @@ class Options(TypedDict, total=False):
         "value",
         "mask",
         "bias",
+        "score_mod",
         "sinks",
         "scale_array",
         "q_positions",
@@ -106,6 +109,7 @@ class AttentionCall:
     value: jax.Array  # [B, S, K, Hv]
     mask: Mask | None = None
     bias: jax.Array | Bias | None = None  # [B or 1, N or 1, T or 1, S or 1], or a Bias
+    score_mod: ScoreMod | None = None
     sinks: jax.Array | None = None  # [N]
     scale: float | None = None  # None means 1 / sqrt(H), unless `scale_array` is set
     scale_array: jax.Array | None = None  # [] or [N], if the scale may be traced
@@ -346,6 +350,9 @@ def check_call(
         check_mask(mask, *sizes)
     if bias is not None:
         bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
+    score_mod, function = None, options.get("score_mod")
+    if function is not None:
+        score_mod = traced_score_mod(function, B, N, query.dtype)
     if sinks is not None and (sinks.shape != (N,) or not _floating(sinks)):
         rule = f"must be floating-point ({N},), one for each head"
         raise ValueError(f"sinks is {sinks.dtype}{sinks.shape}: {rule}")
@@ -395,6 +402,7 @@ def check_call(
         **arrays,
         mask=mask,
         bias=bias,
+        score_mod=score_mod,
         scale=scale,
         scale_array=scale_array,
         softcap=None if softcap is None else float(softcap),

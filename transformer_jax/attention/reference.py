@@ -2,7 +2,7 @@
 
 With x_ij = q_i . k_j for the pairs that the mask allows:
 
-    s_ij = softcap tanh(scale x_ij / softcap) + bias_ij
+    s_ij = score_mod(softcap tanh(scale x_ij / softcap) + bias_ij)
     p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))
     out_i = sum_j p_ij v_j        lse_i = log(sum_j exp(s_ij) + exp(sink))
 
@@ -154,6 +154,8 @@ def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
         scores = call.softcap * jnp.tanh(masked(scores) / call.softcap)
     if bias is not None:
         scores = scores + bias.astype(scores.dtype)
+    if call.score_mod is not None:
+        scores = call.score_mod(masked(scores), *call.positions())
     return softmax(scores, visible, nonfinite, call.sinks), value
 
 

@@ -136,7 +136,6 @@ _OTHER_NAMES = {
     "left": "window window_size size sliding_window",
     "slopes": "alibi_slopes",
     "bias=ALiBi(...)": "alibi_slopes",
-    "bias, your own subclass of `Bias`, or softcap": "score_mod",
     "bias": "attn_bias attention_bias",
     "key": "rng rngs seed prng_key generator k",
     # a model

@@ -1,19 +1,29 @@
-"""Bias of one tile in blockwise attention: a slice of an array, or an evaluated `Bias`."""
+"""Bias of one tile in blockwise attention: a slice of an array, or an evaluated `Bias`.
+
+The function of a score, `score_mod`, is also evaluated here.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 
 from transformer_jax.attention.arguments import AttentionCall
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.block_plan import pad
 from transformer_jax.attention.blockwise.tiles import Place, Sizes, int32
+from transformer_jax.attention.score_mod import ScoreMod
 from transformer_jax.kernels.contract import Index
 from transformer_jax.kernels.sharding import TILES, AxisNames
 from transformer_jax.sharding import vary
 from transformer_jax.values import value_class
+
+Modifier = TypeVar("Modifier", bound="Bias | ScoreMod")
 
 Sum = jax.Array | list[jax.Array] | None
 """Accumulated gradient of a bias array or of the floating-point leaves of a `Bias`, or None."""
@@ -80,12 +90,33 @@ def bias_add(place: Place, total: Sum, call: AttentionCall, ds: jax.Array) -> Su
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, shape) + gradient, at)
 
 
-def differentiable(tree: Bias) -> list[jax.Array]:
+def score_tile(
+    place: Place, call: AttentionCall, s: jax.Array, leaves: list[jax.Array], bad: float
+) -> jax.Array:  # f32[group, G block_q, block_k]
+    """Apply `score_mod`, with these floating-point leaves, to the scores of a tile.
+
+    NaN and inf are replaced by `bad`.
+    """
+    assert call.score_mod is not None
+    sizes = place.sizes
+    heads = sizes.heads * sizes.G
+    modify = _replace(call.score_mod, leaves)
+    modify = dataclasses.replace(
+        modify,
+        rows=place.take(modify.rows, 0, place.b * sizes.rows, sizes.rows),
+        heads=place.take(modify.heads, 0, place.c * heads, heads),
+    )
+    by_head = rearrange(s, "(r h) (G t) s -> r (h G) t s", r=sizes.rows, G=sizes.G)
+    found = place.spread(modify(by_head, *place.positions(call)))
+    return jnp.where(found < jnp.inf, found, bad)
+
+
+def differentiable(tree: Bias | ScoreMod) -> list[jax.Array]:
     """Return the floating-point leaves of a tree."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
 
 
-def _replace(tree: Bias, leaves: list[jax.Array]) -> Bias:
+def _replace(tree: Modifier, leaves: list[jax.Array]) -> Modifier:
     new = iter(leaves)
     floating = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)  # noqa: E731
     return jax.tree.map(lambda x: next(new) if floating(x) else x, tree)
@@ -99,11 +130,11 @@ def bias_sums(bias: jax.Array | Bias | None, total: Sum) -> list[jax.Array]:
     return [total[tuple(slice(n) for n in bias.shape)]]
 
 
-def bias_gradient(bias: jax.Array | Bias | None, total: list[jax.Array]) -> jax.Array | Bias | None:
+def bias_gradient(bias: jax.Array | Bias | ScoreMod | None, total: list[jax.Array]) -> Any:
     """Return the bias with its floating-point leaves replaced by the gradient, in their dtypes."""
     if bias is None:
         return None
-    if not isinstance(bias, Bias):
+    if isinstance(bias, jax.Array):
         return total[0].astype(bias.dtype)
     pairs = zip(total, differentiable(bias), strict=True)
     return _replace(bias, [x.astype(leaf.dtype) for x, leaf in pairs])
@@ -115,6 +146,15 @@ def bias_axes(bias: jax.Array | Bias | None, *, of_gradient: bool = False) -> li
         return [] if bias is None else [TILES]
     leaves = jax.tree.leaves(bias) if not of_gradient else differentiable(bias)
     return [(None,) * jnp.ndim(x) for x in leaves]
+
+
+def score_axes(score_mod: ScoreMod | None, *, of_gradient: bool = False) -> list[AxisNames]:
+    """Return the axis names of the leaves of `score_mod`. Captured arrays are not sharded."""
+    if score_mod is None:
+        return []
+    captured = differentiable(score_mod) if of_gradient else score_mod.captured
+    names: list[AxisNames] = [(None,) * jnp.ndim(x) for x in captured]
+    return names if of_gradient else [*names, ("b",), ("n",)]
 
 
 @value_class(arrays=("bias", "row", "head"), static=("full", "size"), eq=False)

@@ -51,6 +51,11 @@ from transformer_jax.attention.blockwise.bias import (
     bias_sums,
     bias_tile,
     bias_zeros,
+    score_axes,
+    score_tile,
+)
+from transformer_jax.attention.blockwise.bias import (
+    differentiable as floating_leaves,
 )
 from transformer_jax.attention.blockwise.tiles import (
     Place,
@@ -187,7 +192,7 @@ def parts_of_types(call: AttentionCall) -> Parts | None:
     ours = jax.Array, ALiBi, RelativeBias
     if 0 in (*query.shape, *call.key.shape) or not (bias is None or isinstance(bias, ours)):
         return None
-    if call.mask is not None and call.mask.calls_user_code:
+    if call.score_mod is not None or (call.mask is not None and call.mask.calls_user_code):
         return None
     parts = Parts.of(mesh, [split(query)], [QUERIES], _full(call))
     return parts if parts.axes["b"] or parts.axes["n"] else None
@@ -244,7 +249,7 @@ def _axis_names(call: AttentionCall, *saved: SavedRows) -> list[AxisNames]:
     """Return the axis names of the leaves of a call and of saved rows, in order."""
     names = [QUERIES, KEYS, KEYS]
     names += [] if call.mask is None else call.mask.leaf_axes
-    names += bias_axes(call.bias)
+    names += bias_axes(call.bias) + score_axes(call.score_mod)
     names += [] if call.sinks is None else [HEADS[-call.sinks.ndim :]]
     at = (x for x in (call.q_positions, call.k_positions) if x is not None)
     names += [("b", None)[-x.ndim :] for x in at]
@@ -387,15 +392,17 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         if call.sinks is not None:
             weights = jnp.exp(call.sinks[None] - row_max - log_sum)
             dsinks = -(weights * D).sum(axis=(0, 1))[None]
-        names = *BACKWARD, *bias_axes(call.bias, of_gradient=True)
+        of_bias = bias_axes(call.bias, of_gradient=True)
+        names = *BACKWARD, *of_bias, *score_axes(call.score_mod, of_gradient=True)
         rows = SavedRows(dout, D, row_max, log_sum, repaired)
-        dq, dk, dv, *dbias = _by_compiler(_backward, names, call, rows)
+        dq, dk, dv, *others = _by_compiler(_backward, names, call, rows)
         return dataclasses.replace(
             zeros_of,  # the arrays of a mask have no gradient
             query=dq.astype(call.query.dtype),
             key=dk.astype(call.key.dtype),
             value=dv.astype(call.value.dtype),
-            bias=bias_gradient(call.bias, dbias),
+            bias=bias_gradient(zeros_of.bias, others[: len(of_bias)]),
+            score_mod=bias_gradient(zeros_of.score_mod, others[len(of_bias) :]),
             sinks=dsinks,
         )
 
@@ -548,6 +555,8 @@ def _forward_tile(
     k_tile, v_tile, row_max = once(repair, clean, tiles)
     bias = None if call.bias is None else bias_tile(place, call.bias, call, jnp.inf)
     x, s, _ = _scores(q_tile, k_tile, call, bias)
+    if call.score_mod is not None:
+        s = score_tile(place, call, s, floating_leaves(call.score_mod), jnp.inf)
     s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
     # `row_max` starts at the lowest finite number, so no difference is inf - inf
     new = jnp.maximum(row_max, s.max(axis=2, keepdims=True))
@@ -565,8 +574,8 @@ def _forward_tile(
 # Backward
 
 
-_Gradients = tuple[jax.Array, jax.Array, jax.Array, Sum]
-"""Accumulated gradients of the queries, keys, values and bias."""
+_Gradients = tuple[jax.Array, jax.Array, jax.Array, Sum, list[jax.Array]]
+"""Accumulated gradients of the queries, keys, values, bias and arrays of `score_mod`."""
 
 
 class _QueryTile(NamedTuple):
@@ -582,7 +591,7 @@ class _QueryTile(NamedTuple):
 
 
 def _backward(call: AttentionCall, saved: SavedRows) -> tuple[jax.Array, ...]:
-    """Return (dq, dk, dv, *dbias) in float32. All of them except dq are accumulated in place."""
+    """Return (dq, dk, dv, *dbias, *dmod) in float32. All except dq are accumulated in place."""
     sizes = Sizes.of(call)
     lists, repair = visited_tiles(sizes, call), saved.repaired.any()
     # a query without a gradient may be NaN, and 0 * NaN = NaN would enter the sums of its keys
@@ -598,7 +607,7 @@ def _backward(call: AttentionCall, saved: SavedRows) -> tuple[jax.Array, ...]:
     )
 
     def queries(n: jax.Array, results: _Gradients) -> _Gradients:
-        dq, dk, dv, dbias = results
+        dq, dk, dv, dbias, dmod = results
         at = unravel(n, (*sizes.groups, sizes.grid[0]))
         place = Place(sizes, *at, 0)
         q = place.queries(padded.query) * np.float32(call.scale)
@@ -606,20 +615,26 @@ def _backward(call: AttentionCall, saved: SavedRows) -> tuple[jax.Array, ...]:
         across = q.swapaxes(1, 2), do.swapaxes(1, 2)
         tile = _QueryTile(q, across[0], do, across[1], D, row_max, log_sum)
         step = partial(_backward_tile, place, padded, repair, tile)
-        dq_tile, dk, dv, dbias = _visit(lists, at, step, (jnp.zeros_like(q), dk, dv, dbias))
-        return place.put_queries(dq, dq_tile * np.float32(call.scale)), dk, dv, dbias
+        state = jnp.zeros_like(q), dk, dv, dbias, dmod
+        dq_tile, dk, dv, dbias, dmod = _visit(lists, at, step, state)
+        dq = place.put_queries(dq, dq_tile * np.float32(call.scale))
+        return dq, dk, dv, dbias, dmod
 
     keys = *sizes.groups, sizes.grid[1], sizes.group
     widths = (x.shape[3] for x in (call.key, call.value))
     # with this order of axes, the accumulated parts are contiguous
     sums = (zeros((*keys, width, sizes.block_k)) for width in widths)
-    results = vary((zeros(padded.query.shape), *sums, bias_zeros(call.bias, sizes)), padded.query)
+    read = [] if call.score_mod is None else floating_leaves(call.score_mod)
+    dmod = [zeros(jnp.shape(x)) for x in read]
+    results = zeros(padded.query.shape), *sums, bias_zeros(call.bias, sizes), dmod
+    results = vary(results, padded.query)
     total = math.prod((*sizes.groups, sizes.grid[0]))
-    dq, dk, dv, dbias = lax.fori_loop(np.int32(0), np.int32(total), queries, results)
+    dq, dk, dv, dbias, dmod = lax.fori_loop(np.int32(0), np.int32(total), queries, results)
     return (
         dq[:, : sizes.T],
         *(join_keys(dx, sizes) for dx in (dk, dv)),
         *bias_sums(call.bias, dbias),
+        *dmod,
     )
 
 
@@ -634,13 +649,16 @@ def _backward_tile(
     state: _Gradients,
 ) -> _Gradients:
     """Accumulate the gradients of the n-th tile of a query tile's list."""
-    dq, dk, dv, dbias = state
+    dq, dk, dv, dbias, dmod = state
     place = place._replace(j=order[n])
     visible = partial(visible_at, place, call) if partly else None
     tiles = place.keys(call.key), place.keys(call.value)
     k_tile, v_tile = once(repair, lambda tiles: _clean_keys(*tiles)[:2], tiles)
     bias = None if call.bias is None else bias_tile(place, call.bias, call, -jnp.inf)
     _, s, t = _scores(of.q, k_tile, call, bias)
+    if call.score_mod is not None:
+        modify = lambda s, leaves: score_tile(place, call, s, leaves, -jnp.inf)  # noqa: E731
+        s, derivatives = jax.vjp(modify, s, floating_leaves(call.score_mod))
     s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
     # subtract m and log l separately: if scores are large, rounding their sum loses log l
     p = _exp(s - of.row_max - of.log_sum)
@@ -651,6 +669,9 @@ def _backward_tile(
         kept, dp = p * factor, dp * factor
     ds = p * (dp - of.D)
     # select instead of multiplying, because the products of hidden pairs may have overflowed
+    if call.score_mod is not None:
+        ds, added = derivatives(ds if visible is None else jnp.where(visible(), ds, 0))
+        dmod = [x + y.astype(jnp.float32) for x, y in zip(dmod, added, strict=True)]
     if call.bias is not None:
         ds = ds if visible is None else jnp.where(visible(), ds, 0)
         dbias = bias_add(place, dbias, call, ds)
@@ -662,4 +683,4 @@ def _backward_tile(
     # times as fast as a product that sums over rows
     dv = place.add_keys(dv, _dot(of.do_across, kept, (2, 1), call))
     dk = place.add_keys(dk, _dot(of.q_across, ds, (2, 1), call))
-    return dq + _dot(ds, k_tile, (2, 1), call), dk, dv, dbias
+    return dq + _dot(ds, k_tile, (2, 1), call), dk, dv, dbias, dmod
