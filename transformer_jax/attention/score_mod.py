@@ -92,5 +92,6 @@ def traced_score_mod(function: ScoreFunction, B: int, N: int, dtype: Any) -> Sco
     if shapes != [((), True)]:
         found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in traced.out_avals)
         raise ValueError(f"score_mod {name} returned {found}: must be one floating-point number")
-    places = (jnp.arange(n, dtype=jnp.int32) for n in (B, N))
-    return ScoreMod(tuple(map(jnp.asarray, traced.consts)), *places, ScoreProgram(traced.jaxpr))
+    rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in (B, N))
+    captured = tuple(map(jnp.asarray, traced.consts))
+    return ScoreMod(captured, rows, heads, ScoreProgram(traced.jaxpr))
