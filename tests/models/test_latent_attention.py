@@ -42,8 +42,9 @@ from transformer_jax.config import (
     Rope,
     Shaw,
 )
-from transformer_jax.decoding.continuous_batching import Request, serve_requests
+from transformer_jax.decoding.continuous_batching import Batcher, Request, serve_requests
 from transformer_jax.decoding.proposers import PromptLookup
+from transformer_jax.decoding.slots import init_slots
 from transformer_jax.interpret import circuits, logit_attribution
 from transformer_jax.models.attention_weights import attention_weights
 from transformer_jax.models.flops import forward_flops, training_flops
@@ -310,7 +311,11 @@ def test_beams_speculation_and_slots_equal_plain_decoding(params):
             log_p = jax.nn.log_softmax(logits_of(CONFIG, params, text)[0, 5:9], axis=-1)
             assert_near(score, np.take_along_axis(log_p, new[:, None], axis=1).sum(), 1e-5)
     requests = [Request(TOKENS[i % ROWS, : 3 + i], 4 + i, id=i) for i in range(5)]
-    served = serve_requests(step, params, requests, empty(1), slots=2, capacity=2 * T)
+    served = [*serve_requests(step, params, requests, empty(1), slots=2, capacity=2 * T)]
+    slots = init_slots(step, params, empty(1), 2, 2 * T)
+    sharing = Batcher(slots, params, iter(requests), empty(1), stream=False, shares=True)
+    served += list(sharing)
+    assert len(served) == 10
     for answer in served:
         request = requests[answer.id]
         alone = generate(

@@ -56,27 +56,13 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
 # Keys
 
 
-def _read_latent(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    sizes = LatentAttention(
-        query_rank=keys.optional_integer("q_lora_rank", 1536),
-        rank=keys.integer("kv_lora_rank", 512),
-        nope_dim=keys.integer("qk_nope_head_dim", 128),
-        rope_dim=keys.integer("qk_rope_head_dim", 64),
-        value_dim=keys.integer("v_head_dim", 128),
-    )
-    # transformers writes these two widths, and computes them anew
-    for name, width in ("head_dim", sizes.rope_dim), ("qk_head_dim", sizes.key_dim):
+def _check_widths(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    """Check two widths that transformers writes, but does not read."""
+    nope, rope = (fields[f"latent_attention.{name}_dim"] for name in ("nope", "rope"))
+    for name, width in ("head_dim", rope), ("qk_head_dim", nope + rope):
         if keys.optional_integer(name, width) != width:
             keys.fail(name, keys.take(name), f"must be {width}, by the widths of the parts")
-    return dict(latent_attention=sizes)
-
-
-def _write_latent(config: ModelConfig) -> JsonObject:
-    sizes = config.latent_attention or LatentAttention()
-    return dict(
-        q_lora_rank=sizes.query_rank, kv_lora_rank=sizes.rank, qk_nope_head_dim=sizes.nope_dim,
-        qk_rope_head_dim=sizes.rope_dim, v_head_dim=sizes.value_dim,
-    )  # fmt: skip
+    return {}
 
 
 def _read_widths(keys: k.ConfigKeys, fields: k.Fields, count: int) -> k.Fields:
@@ -126,7 +112,7 @@ def _read_rope(keys: k.ConfigKeys, fields: k.Fields, is_v3: bool) -> k.Fields:
     spec = keys.take("rope_parameters", None) or keys.take("rope_scaling", None) or {}
     mscale = spec.get("mscale_all_dim")
     if rope.scaling is not None and mscale:
-        width = fields["latent_attention"].key_dim
+        width = fields["latent_attention.nope_dim"] + fields["latent_attention.rope_dim"]
         found["attention_scale"] = _scale_by(rope.factor, width, mscale)
     return found
 
@@ -159,7 +145,12 @@ def _deepseek(version: int, dense: int, count: int, shared: int, width: int) -> 
         k.Key("rms_norm_eps", "norm_eps", k.positive, 1e-6),
         k.Key("hidden_act", "activation", k.activation(), "silu"),
         k.FixedKeys(attention_bias=False),
-        k.Code(_read_latent, _write_latent),
+        k.Key("q_lora_rank", "latent_attention.query_rank", k.optional_integer, 1536),
+        k.Key("kv_lora_rank", "latent_attention.rank", k.integer, 512),
+        k.Key("qk_nope_head_dim", "latent_attention.nope_dim", k.integer, 128),
+        k.Key("qk_rope_head_dim", "latent_attention.rope_dim", k.integer, 64),
+        k.Key("v_head_dim", "latent_attention.value_dim", k.integer, 128),
+        k.Code(_check_widths),
         k.Key("n_routed_experts", "experts.count", k.integer, count),
         k.Key("num_experts_per_tok", "experts.top_k", k.integer, 8 if is_v3 else MISSING),
         k.Key("first_k_dense_replace", "experts.dense_layers", from_zero, dense),

@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
-from transformer_jax.config import Activation, ConfigError, Experts, GatedDelta, ModelConfig
+from transformer_jax.config import (
+    Activation,
+    ConfigError,
+    Experts,
+    GatedDelta,
+    LatentAttention,
+    ModelConfig,
+)
 from transformer_jax.config.fields import fail
 from transformer_jax.pretrained.families.other_keys import aliases, other_keys
 from transformer_jax.untrusted_files import MISSING, JsonObject, ObjectKeys, shown
@@ -275,8 +282,8 @@ def activation(**spelled: str) -> Kind:
 
 # Entries of a family
 
-GROUPS: dict[str, Callable[..., Experts | GatedDelta]] = dict(
-    experts=Experts, gated_delta=GatedDelta
+GROUPS: dict[str, Callable[..., Experts | GatedDelta | LatentAttention]] = dict(
+    experts=Experts, gated_delta=GatedDelta, latent_attention=LatentAttention
 )
 """Classes of the fields of ModelConfig that have fields of their own."""
 
