@@ -1,7 +1,7 @@
 """Layers with a state against the recurrence in NumPy float64, and with every feature of a model.
 
-In the config, layers 0 and 1 have a state, and layer 2 has attention. The epsilon of its norms is
-large, because the norm of a head multiplies the rounding errors of a small output.
+In the config, layers 0 and 1 have a state, and layer 2 has attention with a gate. The epsilon of
+its norms is large, because the norm of a head multiplies the rounding errors of a small output.
 """
 
 from dataclasses import replace
@@ -61,12 +61,12 @@ VOCAB, T, ROWS = 31, 19, 3
 CONFIG = ModelConfig(
     vocab_size=VOCAB, d_model=24, num_layers=3, num_heads=4, num_kv_heads=2, d_ff=38, max_len=64,
     positions="rope", norm="rmsnorm", norm_eps=0.01, use_bias=False, init_std=0.2,
-    mixers=("gated_delta", "gated_delta", "attention"),
+    mixers=("gated_delta", "gated_delta", "attention"), attention_gate=True,
     gated_delta=GatedDelta(
         num_key_heads=NK, num_value_heads=N, key_dim=H, value_dim=HV, conv_width=W
     ),
 )  # fmt: skip
-ONLY = replace(CONFIG, mixers=("gated_delta",), num_kv_heads=None)
+ONLY = replace(CONFIG, mixers=("gated_delta",), num_kv_heads=None, attention_gate=False)
 TOKENS = np.random.default_rng(3).integers(0, VOCAB, (ROWS, T)).astype(np.int32)
 LENGTHS = np.array([19, 7, 12], np.int32)
 LEFT = np.where(np.arange(T) >= T - LENGTHS[:, None], np.arange(T) - (T - LENGTHS[:, None]), -1)
@@ -169,7 +169,7 @@ def test_layers_with_a_state_place_their_norms_independently(params):
     own, others = ("gated_delta", "feed_forward"), ("attention", "feed_forward")
     assert norms["block_0"] == norms["block_1"] == {f"norm_{name}" for name in own}
     assert norms["block_2"] == {f"out_norm_{name}" for name in others}
-    only = replace(mixed, mixers=("gated_delta",), num_kv_heads=None)
+    only = replace(mixed, mixers=("gated_delta",), num_kv_heads=None, attention_gate=False)
     states = init_params(ONLY, jax.random.key(7))
     np.testing.assert_array_equal(logits_of(only, states, TOKENS), logits_of(ONLY, states, TOKENS))
 
@@ -486,7 +486,7 @@ def test_kernels_of_states_are_split_over_devices(module):
 
 
 def test_dtype_of_keys_needs_a_layer_with_keys():
-    states = replace(CONFIG, mixers=("gated_delta",), num_kv_heads=None)
+    states = replace(CONFIG, mixers=("gated_delta",), num_kv_heads=None, attention_gate=False)
     assert init_cache(states, 2, 8).capacity == 0
     with pytest.raises(ValueError, match="dtype is int8: must be None, because no layer caches"):
         init_cache(states, 2, 8, dtype=jnp.int8)
@@ -544,6 +544,7 @@ def test_adapters_change_and_merge_like_dense_kernels(params):
     adapters = jax.tree.map(lambda x: x + 0.1, adapters)
     names = adapters["decoder"]["block_0"]["gated_delta"].keys()
     assert names == {"query", "key", "value", "gate", "beta", "decay", "out"}
+    assert adapters["decoder"]["block_2"]["attention"].keys() == {*names} - {"beta", "decay"}
     got = logits_of(CONFIG, with_adapters(params, adapters, lora), TOKENS)
     merged = logits_of(CONFIG, apply_lora(params, adapters, lora), TOKENS)
     assert_near(got, merged, 5 * ERROR)
@@ -557,6 +558,7 @@ def test_quantized_kernels_equal_dequantized_ones(params, kind):
     block = small["decoder"]["block_0"]["gated_delta"]
     assert all(hasattr(block[name]["kernel"], "bits") for name in ("query", "gate", "out"))
     assert block["value_conv"].ndim == 2
+    assert hasattr(small["decoder"]["block_2"]["attention"]["gate"]["kernel"], "bits")
     dense = jax.tree.map(
         lambda x: x.astype(jnp.float32), small, is_leaf=lambda x: hasattr(x, "bits")
     )
@@ -568,7 +570,7 @@ def test_counts_of_parameters_and_operations():
     D, F = 24, 38
     kernels = D * (2 * NK * H + 2 * N * HV + 2 * N) + N * HV * D
     mixer = kernels + W * (2 * NK * H + N * HV) + 2 * N + HV
-    attention, rest = D * (4 + 2 + 2) * 6 + 4 * 6 * D, 2 * D * F + 2 * D
+    attention, rest = D * (4 + 4 + 2 + 2) * 6 + 4 * 6 * D, 2 * D * F + 2 * D
     assert num_params(CONFIG) == VOCAB * D + 2 * mixer + attention + 3 * rest + D
     assert active_params(CONFIG) == num_params(CONFIG)
     # a token multiplies the state with its key, adds a product to it, and multiplies it by a query
