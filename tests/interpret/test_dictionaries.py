@@ -179,6 +179,7 @@ def test_feature_scores_and_examples_match_captured_values(place, target, scanne
         return nats(model.edited({target: lambda _: put}).apply({"params": params}, tokens)[0])
 
     found = dictionary_scores(model, params, dictionary, tokens, batch_size=2)
+    assert np.isfinite(dictionary_scores(model, params, dictionary, tokens[:, :2])).all()
     spread = ((y - y.mean((0, 1))) ** 2).sum()
     wanted = [
         1 - ((y - made) ** 2).sum() / spread, (f > 0).sum() / 35,

@@ -85,6 +85,14 @@ def test_traced_operations_match_python_integers(name):
     assert np.asarray(program_of_both([results], columns)).all()
 
 
+@pytest.mark.parametrize("name", ["and", "or", "xor"])
+def test_logic_of_vector_and_number_uses_all_bits(name):
+    values = np.arange(-9, 9, dtype=np.int32)
+    of_six = combined(name, Program((), ("k", 0)), number(6))
+    results = np.array([MEANING[name](int(x), 6) for x in values], np.int32)
+    assert np.asarray(combined("eq", of_six, Program((), ("q", 0)))([results], [values])).all()
+
+
 @pytest.mark.slow
 def test_redundant_operands_and_duplicate_steps_are_simplified():
     seen = combined("le", Program((), ("k", 0)), Program((), ("q", 0)))

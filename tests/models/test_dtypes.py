@@ -19,6 +19,7 @@ from transformer_jax.config import ConfigError, LoraConfig, ModelConfig
 from transformer_jax.loading import TextModel, with_param_dtype
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import init_lora, merge_lora, split_frozen
+from transformer_jax.models.ops import logits
 from transformer_jax.models.quantized import quantize
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.save import save_pretrained
@@ -182,3 +183,13 @@ def test_metrics_json_stores_nan_as_null(tmp_path, capsys, monkeypatch):
     assert evaluate.main(["--model", "x", "--data", "y", "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found == {"perplexity": None, "likely": 0.5}
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_logits_of_bfloat16_are_sums_in_float32(rows):
+    rng = np.random.default_rng(rows)
+    x, table = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((rows, 1, 64), (9, 64)))
+    found = logits(x, table, None)
+    assert found.dtype == jnp.float32
+    wide = np.asarray(x[:, 0], np.float64) @ np.asarray(table, np.float64).T
+    np.testing.assert_allclose(found[:, 0], wide, rtol=0, atol=2e-6 * np.abs(wide).max())

@@ -202,6 +202,8 @@ def test_tools_documents_and_variables_are_passed_to_template():
     )
     tool = '{"type": "function", "function": {"name": "é<b>", "parameters": {"a": [1, null, true]}}'
     assert found == f"[{tool}}}]D[1]Enone Hi, <b>é</b> "
+    short = tokenizer(("default", "{{ documents[0].text }}"))
+    assert short.decode(short.chat_ids(TALK, documents=[{"text": "D"}])) == "D"
     assert len(render("{{ strftime_now('%Y-%m-%d') }}", {})) == 10
 
 
