@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.extend.core import jaxprs_in_params
 
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax import (
@@ -48,7 +49,7 @@ from transformer_jax.decoding.slots import init_slots
 from transformer_jax.interpret import circuits, logit_attribution
 from transformer_jax.models.attention_weights import attention_weights
 from transformer_jax.models.flops import forward_flops, training_flops
-from transformer_jax.models.latent_attention import EPS, MultiHeadLatentAttention
+from transformer_jax.models.latent_attention import MultiHeadLatentAttention
 from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
 from transformer_jax.models.quantized import quantize
 from transformer_jax.models.streaming import StreamingEncoder, rebase_cache
@@ -75,6 +76,8 @@ TOKENS = np.random.default_rng(3).integers(0, VOCAB, (ROWS, T)).astype(np.int32)
 LENGTHS = np.array([19, 7, 12], np.int32)
 LEFT = np.where(np.arange(T) >= T - LENGTHS[:, None], np.arange(T) - (T - LENGTHS[:, None]), -1)
 RIGHT = np.where(np.arange(T) < LENGTHS[:, None], np.arange(T), -1)
+EPS = 1e-6
+"""Epsilon of the norms of latents, whatever `norm_eps` is."""
 ERROR = 5e-6
 """Largest error of logits, relative to the largest logit, after three blocks in float32."""
 
@@ -259,6 +262,24 @@ def test_cache_contains_latents_and_rotated_keys():
     assert cache_bytes(CONFIG, 1, 29) == 2 * (29 * 4 * (C + R + 1) + 4)
     small = init_cache(replace(CONFIG, dtype="bfloat16"), 2, 29)
     assert {layer.k.dtype for layer in small.layers} == {jnp.dtype("bfloat16")}
+
+
+def shapes_in(jaxpr):
+    for equation in jaxpr.eqns:
+        yield from (getattr(out.aval, "shape", ()) for out in equation.outvars)
+        for inner in jaxprs_in_params(equation.params):
+            yield from shapes_in(inner)
+
+
+def test_decoding_computes_no_keys_of_cached_tokens(params):
+    """A prompt needs the keys and values of each head [B, S, N, ...], and a new token does not."""
+    S, model = 523, build(replace(CONFIG, implementation="xla"))
+    call = lambda tokens: jax.make_jaxpr(  # noqa: E731
+        lambda cache: model.apply({"params": params}, tokens, cache=cache)[0]
+    )(init_cache(CONFIG, 1, S))
+    one = lambda tokens: {x[:3] for x in shapes_in(call(tokens).jaxpr) if len(x) == 4}  # noqa: E731
+    assert (1, S, N) not in one(TOKENS[:1, :1])
+    assert (1, S, N) in one(np.zeros((1, S), np.int32))
 
 
 @pytest.mark.slow
