@@ -238,8 +238,8 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "a repeated token is stored twice",
-            "positions=jnp.where(replaced, -1, cache.positions))",
-            "positions=cache.positions)",
+            "slot_leaves(replace(cache, positions=places)),",
+            "slot_leaves(cache),",
             "cache/test_kv_cache.py::test_repeated_position_replaces_its_old_key",
         ),
         (
