@@ -482,7 +482,10 @@ def _plan(name: str, call: AttentionCall) -> Plan | str:
     B, T, _, S = call.sizes
     if name != "xla" and not are_concrete(B, T, S):
         return f"needs fixed sizes, but B, T, S are {B}, {T}, {S}: use 'xla' or None"
-    return IMPLEMENTATIONS[name].plan(call)
+    one = IMPLEMENTATIONS[name]
+    if call.score_mod is not None and not one.reads_score_mod:
+        return "does not support score_mod"
+    return one.plan(call)
 
 
 # Running an implementation

@@ -226,6 +226,9 @@ class Implementation:
         """Return the output [B, T, N, Hv] and lse f32[B, T, N] (None if it is not supported)."""
         raise NotImplementedError
 
+    reads_score_mod: ClassVar[bool] = False
+    """Whether `attend` applies `call.score_mod`; otherwise, calls with it are refused."""
+
     reads_rows: ClassVar[bool] = False
     """Whether `attend` reads `call.rows`, so that the gradient of a part of the keys needs no
     forward pass."""

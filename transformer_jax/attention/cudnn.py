@@ -38,8 +38,6 @@ class Cudnn(Implementation):
             return "does not support an array as scale, only a number"
         if call.softcap is not None:
             return "does not support softcap"
-        if call.score_mod is not None:
-            return "does not support score_mod"
         if call.return_lse:
             return "returns lse in the inputs' dtype and without a gradient"
         if mask is not None and _causal_window(mask) is None:

@@ -90,8 +90,6 @@ class Pallas(Implementation):
         where = self.target()
         if isinstance(where, str):
             return where
-        if call.score_mod is not None:
-            return "does not support score_mod"
         backend, plain = where.backend, call
         if call.block_table is not None or call.key_scale is not None:
             plain = call.plain_shapes()

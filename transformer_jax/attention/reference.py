@@ -100,6 +100,8 @@ class Nonfinite(NamedTuple):
 class Xla(Implementation):
     """Reference implementation, which supports all options and derivatives in O(T S) memory."""
 
+    reads_score_mod = True
+
     def refuse(self, call: AttentionCall) -> str | None:
         """Return None, because the reference supports every call."""
         return None

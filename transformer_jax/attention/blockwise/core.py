@@ -123,7 +123,7 @@ class Blockwise(Implementation):
                 return "only one of bias and positions may differ between batch rows"
         return None
 
-    reads_rows = True
+    reads_rows = reads_score_mod = True
 
     def refuse_part(self, call: AttentionCall) -> str | None:
         return None
