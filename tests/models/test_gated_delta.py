@@ -483,6 +483,8 @@ def test_kernels_of_states_are_split_over_devices(module):
     sizes, shape = dict(fsdp=2, tensor=2), (24, 4, 8) if module in ("gate", "value") else (24, 4)
     names = "decoder", "block_0", "gated_delta", module, "kernel"
     assert parameter_spec(names, shape, sizes)[:2] == ("fsdp", "tensor")
+    gate = "decoder", "block_2", "attention", "gate", "kernel"
+    assert parameter_spec(gate, (24, 4, 6), sizes)[:2] == ("fsdp", "tensor")
 
 
 def test_dtype_of_keys_needs_a_layer_with_keys():
