@@ -33,7 +33,7 @@ from benchmarks.timing import (
     table,
     write,
 )
-from transformer_jax import gated_delta_rule
+from transformer_jax.attention import gated_delta_rule
 
 KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128
 SIZES = (1, 32, 64)

@@ -20,6 +20,7 @@ import transformer_jax as tj
 from transformer_jax import training
 from transformer_jax.checkpoints.run_folder import check_unused
 from transformer_jax.cli.process import one_line
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.block import CustomBlock
 from transformer_jax.config.positions import CustomPositions
 from transformer_jax.config.tasks import CustomTask
@@ -201,8 +202,8 @@ def is_shown(kind: object) -> bool:
 def public_classes() -> list[type]:
     packages = [m for m in modules() if hasattr(m, "__path__") and m.__name__.count(".") < 2]
     found = [getattr(m, name) for m in packages for name in getattr(m, "__all__", ())]
-    without = {tj.Mask, CustomBlock, CustomPositions, CustomTask, Proposer, Step}  # base classes
-    return sorted({k for k in found if is_shown(k)} - without, key=lambda k: k.__name__)
+    bases = {tj.Mask, AnyModelConfig, CustomBlock, CustomPositions, CustomTask, Proposer, Step}
+    return sorted({k for k in found if is_shown(k)} - bases, key=lambda k: k.__name__)
 
 
 def test_dir_lists_exactly_the_public_names():

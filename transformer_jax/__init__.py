@@ -11,9 +11,7 @@ Query head n reads key/value head n // G. Arrays are [B, T, N, H]; masks are fun
 
 The public names are listed below. Import other names from their modules, such as `models.lora`:
 
-    Attention      dot_product_attention, dot_product_attention_weights, explain_attention,
-                   linear_attention, gated_linear_attention, delta_rule, gated_delta_rule,
-                   causal_conv
+    Attention      dot_product_attention, dot_product_attention_weights, explain_attention
     Masks, biases  Mask, Causal, Window, Prefix, Segments, Padding, Dense, Predicate, Bias, ALiBi,
                    RelativeBias
     Configs        ModelConfig, RecurrentConfig, ConvolutionConfig, WindowConfig, NgramConfig,
@@ -52,13 +50,6 @@ from transformer_jax.attention.api import (
     explain_attention,
 )
 from transformer_jax.attention.biases import ALiBi, Bias, RelativeBias
-from transformer_jax.attention.linear import (
-    causal_conv,
-    delta_rule,
-    gated_delta_rule,
-    gated_linear_attention,
-    linear_attention,
-)
 from transformer_jax.attention.masks import (
     Causal,
     Dense,
@@ -212,24 +203,19 @@ __all__ = [
     "beam_search",
     "build",
     "cache_bytes",
-    "causal_conv",
     "chunked_cross_entropy",
     "cross_entropy",
-    "delta_rule",
     "dot_product_attention",
     "dot_product_attention_weights",
     "explain_attention",
     "export_decoder",
     "fit",
     "fork",
-    "gated_delta_rule",
-    "gated_linear_attention",
     "generate",
     "init_cache",
     "init_decode_state",
     "init_paged_cache",
     "init_params",
-    "linear_attention",
     "load",
     "load_lora",
     "load_pretrained",

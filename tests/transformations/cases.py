@@ -18,6 +18,7 @@ import numpy as np
 
 import transformer_jax as tj
 from tests.support import oracle
+from transformer_jax import attention
 from transformer_jax.attention.additive import additive_attention, state_attention
 from transformer_jax.lectures.recurrent import RecurrentSeq2Seq
 from transformer_jax.models.ops import layer_norm, rms_norm
@@ -297,12 +298,12 @@ def small_cases() -> list[Case]:
         ),
         Case(
             "linear_attention",
-            lambda x, _: tj.linear_attention(x["q"], x["k"], x["v"], chunk_size=4),
+            lambda x, _: attention.linear_attention(x["q"], x["k"], x["v"], chunk_size=4),
             heads,
         ),
         Case(
             "gated_delta_rule",
-            lambda x, _: tj.gated_delta_rule(
+            lambda x, _: attention.gated_delta_rule(
                 x["q"],
                 0.3 * x["k"],
                 x["v"],
@@ -314,7 +315,7 @@ def small_cases() -> list[Case]:
         ),
         Case(
             "causal_conv",
-            lambda x, _: tj.causal_conv(x["x"], x["w"]),
+            lambda x, _: attention.causal_conv(x["x"], x["w"]),
             dict(x=("b", "t", 3), w=(4, 3)),
         ),
         Case(
