@@ -129,6 +129,7 @@ def test_keys_common_to_all_models_have_no_effect(family):
         ("olmo_hybrid", dict(rope_theta=None, rope_scaling=dict(type="linear", factor=2.0),
          rope_parameters=dict(rope_theta=1e4)), "rope_scaling is .*: must be absent"),
         ("apertus", dict(rope_theta=1e4), "rope_theta is 10000.0: needs rope_parameters or"),
+        ("deepseek_v2", dict(norm_topk_prob=True), "norm_topk_prob is True: must be False"),
         ("exaone4", dict(sliding_window=None, layer_types=["sliding_attention", "full_attention"]),
          "sliding_window is None: must be a number, because layer_types has windows"),
         ("exaone4", dict(sliding_window_pattern="LG"), "sliding_window_pattern is 'LG': must be"),
