@@ -111,6 +111,10 @@ class Outer:
 
 
 UNION = ConfigFlags(Outer)
+OPTIONAL = {
+    ("lora",), ("mesh",), ("model", "experts"), ("model", "gated_delta"),
+    ("model", "latent_attention"),
+}  # fmt: skip
 WORD = ("inner", "adapter")
 """Path of an optional config of one kind, which may be a single word."""
 
@@ -219,7 +223,7 @@ def test_flag_spellings_are_unique(flags):
         end = spelling.removeprefix("--").replace("-", "_").split(".")
         having = [path for path in flags.fields if list(path[-len(end) :]) == end]
         assert paths[flag] in having
-        words = {("lora",), ("mesh",), ("model", "experts"), WORD}
+        words = {*OPTIONAL, WORD}
         first = [path for path in having if path[:-1] not in words]
         assert (first or having) == [paths[flag]] or tuple(end) == paths[flag], spelling
     assert not START.names.keys() & flags.names.keys()
@@ -266,14 +270,13 @@ def test_unique_suffix_is_accepted_as_flag():
         ("positions.base", "model.positions.base"), ("targets", "task.targets"),
     ):  # fmt: skip
         assert names[f"--{short}"] == f"--{long}"
-    words = {("lora",), ("mesh",), ("model", "experts")}
     for path in paths:
         whole = "--" + ".".join(path).replace("_", "-")
         assert names[whole] == whole
         for start in range(1, len(path)):
             end = path[start:]
             alike = [other for other in paths if other[-len(end) :] == end]
-            first = [other for other in alike if other[:-1] not in words] or alike
+            first = [other for other in alike if other[:-1] not in OPTIONAL] or alike
             if first == [path]:
                 assert names["--" + ".".join(end).replace("_", "-")] == whole
 

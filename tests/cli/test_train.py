@@ -203,9 +203,8 @@ def test_every_config_field_has_flag():
     expected = flat(tj.TrainConfig, "model").union(*map(flat, models)) - {"block"}  # only in Python
     inputs = tj.Patches, tj.Frames, tj.Vectors
     expected = expected.union(*map(flat, (*KINDS.values(), *TASKS.values(), *inputs)))
-    expected = expected.union(
-        *map(flat, (*get_args(Optimizer), MeshConfig, tj.LoraConfig, tj.Experts, tj.GatedDelta))
-    )
+    optional = MeshConfig, tj.LoraConfig, tj.Experts, tj.GatedDelta, tj.LatentAttention
+    expected = expected.union(*map(flat, (*get_args(Optimizer), *optional)))
     assert {path[-1] for path in FLAGS.fields} == expected
     argv = (
         "--positions rope --base 500 --scaling yarn --original-len 64 --factor 2 --glu True "

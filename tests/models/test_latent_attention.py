@@ -60,7 +60,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 N, H, R, C, HV, QUERY = 3, 5, 4, 13, 7, 11
 D, F, VOCAB, T, ROWS = 24, 38, 31, 19, 3
-SIZES = LatentAttention(query_rank=QUERY, rank=C, nope_dim=H, rope_dim=R, value_dim=HV)
+SIZES = LatentAttention(query_rank=QUERY, kv_rank=C, nope_dim=H, rope_dim=R, value_dim=HV)
 CONFIG = ModelConfig(
     vocab_size=VOCAB, d_model=D, num_layers=2, num_heads=N, d_ff=F, max_len=64,
     positions=Rope(pairing="interleaved"), norm="rmsnorm", use_bias=False, init_std=0.2,

@@ -71,7 +71,7 @@ MODELS = {
     "latents": replace(
         SMALL, positions="rope", init_std=0.3, mixers=("latent_attention",),
         latent_attention=LatentAttention(
-            query_rank=8, rank=8, nope_dim=4, rope_dim=4, value_dim=4
+            query_rank=8, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4
         ),
     ),
     "encoder": replace(SMALL, kind="encoder"),

@@ -118,7 +118,7 @@ class Case:
                 )
             if "L" in self.mixers:
                 more["latent_attention"] = LatentAttention(
-                    query_rank=11, rank=13, nope_dim=5, rope_dim=6, value_dim=7
+                    query_rank=11, kv_rank=13, nope_dim=5, rope_dim=6, value_dim=7
                 )
         return ModelConfig(
             kind=self.kind,  # type: ignore[arg-type]

@@ -245,7 +245,7 @@ SMALL_LLAMA = LLAMA | SMALL | dict(norm_eps=1e-6)
 SMALL_DEEPSEEK = SMALL_LLAMA | dict(
     positions=Rope(pairing="interleaved"), mixers=("latent_attention",),
     latent_attention=LatentAttention(
-        query_rank=1536, rank=512, nope_dim=128, rope_dim=64, value_dim=128
+        query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128
     ),
 )  # fmt: skip
 SMALL_GEMMA = GEMMA | SMALL | dict(num_kv_heads=4)

@@ -59,7 +59,7 @@ class LatentAttention:
 
     query_rank: Size | None = None
     """Width of the latent vector of the queries. None projects the queries directly."""
-    rank: Size = 64
+    kv_rank: Size = 64
     """Width of the latent vector of keys and values (C)."""
     nope_dim: Size = 32
     """Width of the part of each query and key without rotation (H)."""

@@ -502,7 +502,7 @@ class ModelConfig(AnyModelConfig):
         """Return the number of heads in the cache of layer i, and the widths of its two arrays."""
         if self.mixer(i) == "latent_attention":
             assert self.latent_attention is not None
-            return 1, self.latent_attention.rank, self.latent_attention.rope_dim
+            return 1, self.latent_attention.kv_rank, self.latent_attention.rope_dim
         return self.kv_heads, self.key_dim, self.value_dim
 
     @property

@@ -167,7 +167,7 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
         mixers["latent_attention"] = {
             "input": stream,
             "query": ("B", "T", N, latent.key_dim),
-            "latent": ("B", "T", 1, latent.rank),
+            "latent": ("B", "T", 1, latent.kv_rank),
             "rotated_key": ("B", "T", 1, latent.rope_dim),
             "weights": ("B", N, "T", "S"),
             "key_positions": ("B", "S"),

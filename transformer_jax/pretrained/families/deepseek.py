@@ -20,7 +20,7 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
     block, sizes = "model.layers.{i}", config.latent_attention or LatentAttention()
     module, names = f"{block}.self_attn", ("gate", "up", "down")
     linear = partial(t.linear, bias=False)
-    first = {"latent": sizes.rank, "rotated_key": sizes.rope_dim}
+    first = {"latent": sizes.kv_rank, "rotated_key": sizes.rope_dim}
     heads = {"key": sizes.nope_dim, "value": sizes.value_dim}
     in_mixer = [
         *t.fused(f"{module}.kv_a_proj_with_mqa", 1, first, bias=False),
@@ -146,7 +146,7 @@ def _deepseek(version: int, dense: int, count: int, shared: int, width: int) -> 
         k.Key("hidden_act", "activation", k.activation(), "silu"),
         k.FixedKeys(attention_bias=False),
         k.Key("q_lora_rank", "latent_attention.query_rank", k.optional_integer, 1536),
-        k.Key("kv_lora_rank", "latent_attention.rank", k.integer, 512),
+        k.Key("kv_lora_rank", "latent_attention.kv_rank", k.integer, 512),
         k.Key("qk_nope_head_dim", "latent_attention.nope_dim", k.integer, 128),
         k.Key("qk_rope_head_dim", "latent_attention.rope_dim", k.integer, 64),
         k.Key("v_head_dim", "latent_attention.value_dim", k.integer, 128),
