@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,6 +213,19 @@ def test_same_function_written_again_is_compiled_once():
         assert_near(out, expected, FORWARD_F32)
 
 
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+def test_constant_score_averages_the_visible_values(implementation):
+    arrays = draw(14, batch=1, queries=9, keys=9, heads=2, kv_heads=2)
+    out = dot_product_attention(
+        arrays["query"], arrays["key"], arrays["value"], mask=Causal(),
+        score_mod=lambda s, b, h, q, k: 0.0, implementation=implementation,
+    )  # fmt: skip
+    means = (
+        np.cumsum(np.asarray(arrays["value"], np.float64), axis=1) / np.arange(1, 10)[:, None, None]
+    )
+    assert_near(out, means, FORWARD_F32)
+
+
 def test_identity_changes_no_bit_of_reference():
     arrays = draw(13, batch=1, queries=20, keys=20, heads=2, kv_heads=2)
     inputs = arrays["query"], arrays["key"], arrays["value"]
@@ -228,6 +243,7 @@ def test_identity_changes_no_bit_of_reference():
         (lambda s, b, h, q, k: (s, s), "score_mod <lambda> returned .*: must be one floating"),
         (lambda s, b, h, q, k: s * jnp.ones(2), r"returned float32\[2\]: must be one floating"),
         (lambda s, q, k: s, r"score_mod <lambda>\(s, q, k\): must take five arguments"),
+        (partial(lambda s, q: s), r"score_mod partial\(s, q\): must take five arguments"),
     ],
 )
 def test_wrong_function_raises_one_line_error(function, message):

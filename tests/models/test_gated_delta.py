@@ -394,7 +394,7 @@ def test_unsupported_calls_name_the_reason(params):
     with pytest.raises(ValueError, match=r"gated_delta layers support only Causal\(\)"):
         apply(TOKENS, mask=Causal() & Padding(jnp.asarray(RIGHT >= 0)))
     assert_near(apply(TOKENS, mask=Causal())[0], apply(TOKENS)[0], FORWARD_F32)
-    with pytest.raises(ValueError, match="a paged cache supports only attention"):
+    with pytest.raises(ValueError, match="a paged cache supports no layers with a state"):
         init_paged_cache(CONFIG, 2, 16, num_pages=4, page_size=4)
     with pytest.raises(ValueError, match=r"cache.layers\[0\] is of type KVCache, but layer 0"):
         apply(TOKENS, cache=init_cache(replace(CONFIG, mixers=None, gated_delta=None), ROWS, T))
@@ -450,6 +450,10 @@ def test_path_patching_freezes_the_heads_of_states(params):
         (dict(gated_delta=None), "gated_delta is None: must be set, because mixers contains"),
         (dict(mixers=None), "gated_delta is .*: needs gated_delta in mixers"),
         (dict(mixers=("gated_delta",)), "num_kv_heads is 2: needs attention in a layer: mixers"),
+        (
+            dict(gated_delta=replace(CONFIG.gated_delta, norm_order="output"), first_norm=False),
+            "first_norm is False: needs norm_order 'pre' in layer 0",
+        ),
         (dict(invariant=True), "cannot be promised for gated_delta layers"),
         (
             dict(norm_order="post", gated_delta=GatedDelta(norm_order="pre")),

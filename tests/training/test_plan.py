@@ -518,6 +518,29 @@ def test_table_of_lengths_marks_fastest_mesh_that_fits(capsys):
     assert not printed.out and "target is 'cpu': --lengths needs published peak" in printed.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--decode", "lengths is not supported with decode: the table compares all meshes"),
+        ("--batch-size 4 --mesh data=2", "lengths is not supported with batch_size, mesh: "),
+        ("--lora lora", "lengths is not supported with lora: "),
+        ("--lengths 0", "lengths is 0: must be positive"),
+    ],
+)
+def test_table_of_lengths_refuses_options_that_it_does_not_read(flags, message, capsys):
+    start = ["--target", "tpu-v5p-8", "--preset", "llama3-8b", "--lengths", "131072"]
+    assert main([*start, *flags.split()]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and message in printed.err and printed.err.count("\n") == 1
+
+
+def test_odd_length_is_planned_without_split(capsys):
+    argv = ["--target", "tpu-v5p-8", "--preset", "llama3-8b", "--lengths", "1001"]
+    assert main(argv) == 0
+    (line,) = capsys.readouterr().out.splitlines()[4:]
+    assert line.split()[1:5] == ["1,001", "4", "x", "1"]
+
+
 def test_library_output_to_standard_error_is_suppressed(capfd):
     with hardware._quiet():
         os.write(2, b"a library's words")

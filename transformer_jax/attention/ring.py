@@ -205,7 +205,7 @@ def split_lengths(call: AttentionCall) -> SplitLengths | str | None:
     if devices == 1:
         return None
     if call.score_mod is not None:
-        return "score_mod needs all scores of a row"
+        return "score_mod is not supported in a ring"
     lengths = SplitLengths(axes, devices, bool(t), bool(s))
     user_bias = isinstance(call.bias, Bias) and not type(call.bias).__module__.startswith(
         Bias.__module__

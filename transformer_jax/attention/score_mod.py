@@ -56,7 +56,7 @@ class ScoreMod:
 
         def one(*numbers: jax.Array) -> jax.Array:
             (found,) = jax.core.eval_jaxpr(self.program.jaxpr, self.captured, *numbers)
-            return found.astype(scores.dtype)
+            return jnp.asarray(found, scores.dtype)
 
         several: Any = jax.vmap(one, (0, None, None, None, 0))  # keys
         several = jax.vmap(several, (0, None, None, 0, None))  # queries
@@ -75,8 +75,11 @@ def traced_score_mod(function: ScoreFunction, B: int, N: int, dtype: Any) -> Sco
     if not callable(function):
         raise ValueError(f"score_mod is {function!r}: must be a function")
     name = getattr(function, "__name__", type(function).__name__)
-    if inspect.isfunction(function):
+    try:
         signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # a function in C may have no known signature
+        signature = None
+    if signature is not None:
         try:
             signature.bind(*[None] * 5)
         except TypeError:

@@ -100,6 +100,12 @@ def plan(options: PlanOptions, texts: Mapping[Path, Text]) -> bool:
             texts = {**texts, ("init_from",): name}
     config = configure(RunFlags(start, texts))[0]
     if options.lengths is not None:
+        unread = {"mesh", "batch_size", "accumulation", "context"} & {path[0] for path in texts}
+        unread |= {"lora"} if config.lora is not None else set()
+        unread |= {name for name in ("decode", "quick") if getattr(options, name)}
+        if unread:
+            rule = "the table compares all meshes for training all parameters on one row each"
+            raise ConfigError(f"lengths is not supported with {', '.join(sorted(unread))}: {rule}")
         return _print_lengths(config, options.target.split(","), options.lengths)
     hardware = find_hardware(options.target)
     if not config.model.supports("plan"):
@@ -192,6 +198,9 @@ def _print_lengths(config: TrainConfig, targets: Sequence[str], lengths: Sequenc
     from transformer_jax.training.planning.lengths import plan_lengths
 
     fits, found = True, [find_hardware(target) for target in targets]
+    for length in lengths:
+        if length < 1:
+            raise ConfigError(f"lengths is {length}: must be positive")
     for one in found:
         if one.chip is None:
             raise ConfigError(f"target is {one.name!r}: --lengths needs published peak rates")

@@ -326,8 +326,8 @@ class ModelConfig(AnyModelConfig):
                 unread(self, rule, "norm_order")
             if not (self.qk_norm or self.masked_token_head or self.has_state):
                 unread(self, rule, "norm_eps")
-        if self.norm_order != "pre":
-            unread(self, "needs norm_order 'pre'", "first_norm")
+        if self.norm_order_in(0) != "pre":
+            unread(self, "needs norm_order 'pre' in layer 0", "first_norm")
         if self.scan_layers:
             unread(self, "needs a looped stack: scan_layers False", "first_norm")
         if not self.qk_norm:

@@ -254,7 +254,9 @@ def init_paged_cache(
     if config.scan_layers:
         raise ValueError("scan_layers is True: a paged cache requires a looped stack")
     if config.has_state:
-        raise ValueError(f"mixers is {config.mixers}: a paged cache supports only attention")
+        raise ValueError(
+            f"mixers is {config.mixers}: a paged cache supports no layers with a state"
+        )
     heads = map(config.cached_heads, range(config.num_layers))
     dtype = config.dtype if dtype is None else dtype
     pages = dict(num_pages=num_pages, page_size=page_size)

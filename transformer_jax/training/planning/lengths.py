@@ -99,7 +99,7 @@ def plan_lengths(config: TrainConfig, hardware: Hardware, length: int) -> Iterat
     hidden = chosen * model.expert_dim * (2 if model.glu else 1)
     table = model.vocab_size * model.embedding_width
     for P in (2**n for n in range(hardware.count.bit_length())):
-        if length % (2 * P) or hardware.count % P:
+        if (P > 1 and length % (2 * P)) or hardware.count % P:
             continue
         mesh, tokens = MeshConfig(fsdp=hardware.count // P, context=P), length // P
         of_keys, ring = tokens * K * (H + Hv), 0.0
