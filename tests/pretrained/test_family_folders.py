@@ -72,6 +72,12 @@ GPT_OSS = dict(
 )  # fmt: skip
 """A config with more experts than tensors, since one tensor contains all experts."""
 APERTUS = WIDE | dict(model_type="apertus", num_hidden_layers=1)
+DEEPSEEK = ENCODER | dict(
+    model_type="deepseek_v3", num_key_value_heads=3, max_position_embeddings=17, q_lora_rank=None,
+    kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3, n_routed_experts=4,
+    num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+    moe_intermediate_size=6,
+)  # fmt: skip
 BERT, ROBERTA = (ENCODER | dict(model_type=n, pad_token_id=1) for n in ("bert", "roberta"))
 DISTIL = dict(model_type="distilbert", vocab_size=29, dim=12, n_heads=3, n_layers=1, hidden_dim=10)
 MPNET = ENCODER | dict(
@@ -722,9 +728,34 @@ def test_constants_of_apertus_are_saved_and_checked(tmp_path):
     assert len(without) == len(tensors) - 2
     save_file(without, file)
     chex.assert_trees_all_equal(load_pretrained(tmp_path / "m")[1], drawn(config))
-    for wrong in (np.array(0.7, np.float32), np.full(2, 0.5, np.float32)):
+    for wrong, rule in (
+        (np.array(0.7, np.float32), r"is 0\.7: must be 0\.5 in apertus"),
+        (np.full(2, 0.5, np.float32), r"differs from the values that config\.json"),
+    ):
         save_file(tensors | {"model.layers.0.mlp.act_fn.beta": wrong}, file)
-        with pytest.raises(
-            CheckpointError, match=r"beta differs from the values that config\.json"
-        ):
+        with pytest.raises(CheckpointError, match=f"beta {rule}"):
             load_pretrained(tmp_path / "m")
+
+
+@pytest.mark.parametrize(("keys", "extra"), [
+    ({}, 1), (dict(num_nextn_predict_layers=None), 0), (dict(num_nextn_predict_layers=0), 0),
+    (dict(num_nextn_predict_layers=2), 2), (dict(num_mtp_layers=2), 2),
+])  # fmt: skip
+def test_layers_of_deepseek_for_further_tokens_are_ignored(keys, extra, tmp_path):
+    config = read(DEEPSEEK)
+    params = drawn(config)
+    save_pretrained(tmp_path / "m", config, params)
+    file, path = (tmp_path / "m" / name for name in ("model.safetensors", "config.json"))
+    content = {name: x for name, x in keys_of(tmp_path / "m").items() if "num_nextn" not in name}
+    path.write_text(json.dumps(content | keys))
+    norm, tensors = np.ones(12, np.float32), load_file(file)
+    name = "model.layers.{}.enorm.weight"
+    more = {name.format(config.num_layers + i): norm for i in range(extra)}
+    save_file(tensors | more, file)
+    found, loaded = load_pretrained(tmp_path / "m")
+    assert found == config
+    chex.assert_trees_all_equal(loaded, params)
+    unknown = name.format(config.num_layers + extra)
+    save_file(tensors | more | {unknown: norm}, file)
+    with pytest.raises(CheckpointError, match=f"{unknown}: deepseek_v3 with this config.json has"):
+        load_pretrained(tmp_path / "m")

@@ -54,9 +54,18 @@ PUBLISHED = {
     "Qwen2.5-1M": ("qwen2", dict(dual_chunk_attention_config={"chunk_size": 262144})),
     "DeepSeek-V2-Lite": ("deepseek_v2", dict(aux_loss_alpha=0.001, ep_size=1, moe_layer_freq=1,
         n_group=1, norm_topk_prob=False, pretraining_tp=1, scoring_func="softmax", seq_aux=True,
-        topk_group=1, topk_method="greedy", attention_bias=False)),
+        topk_group=1, topk_method="greedy", attention_bias=False,
+        auto_map={"AutoConfig": "configuration_deepseek.DeepseekV2Config"})),
     "DeepSeek-V3": ("deepseek_v3", dict(ep_size=1, moe_layer_freq=1, num_nextn_predict_layers=1,
-        scoring_func="sigmoid", topk_method="noaux_tc", attention_bias=False)),
+        scoring_func="sigmoid", topk_method="noaux_tc", attention_bias=False,
+        auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})),
+    "Qwen3-Next": ("qwen3_next", dict(decoder_sparse_step=1, mlp_only_layers=[],
+        output_router_logits=False, use_sliding_window=False)),
+    "Qwen3.5": ("qwen3_5_text", dict(attn_output_gate=True, mamba_ssm_dtype="float32",
+        mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False, output_gate_type="swish")),
+    "Apertus": ("apertus", dict(mlp_bias=False, post_norm=False, qk_norm=True)),
+    "Hunyuan": ("hunyuan_v1_dense", dict(norm_type="rms", use_qk_norm=True, class_num=0,
+        add_classification_head=False, dense_list=[4096, 0], im_start_id=4, mask_init_id=12)),
     "unsloth": ("llama", dict(unsloth_version="2025.9.1", unsloth_fixed=True)),
     "SmolLM2": ("llama", {"transformers.js_config": {"dtype": {}}, "is_llama_config": True,
         "rope_interleaved": False, "pretraining_tp": 1}),
@@ -124,6 +133,28 @@ def test_keys_common_to_all_models_have_no_effect(family):
         ("qwen3_next", dict(hidden_act="gelu"), "hidden_act is 'gelu': must be 'silu', because"),
         ("qwen3_next", dict(layer_types=["full_attention"] * 2), "must contain linear_attention"),
         ("qwen3_5_text", dict(layer_types=["linear_attention"]), "must be a list of 2 "),
+        ("qwen3_next", dict(use_sliding_window=True), "use_sliding_window is True: must be False"),
+        ("qwen3_5_text", dict(attn_output_gate=False), "attn_output_gate is False: must be True"),
+        ("qwen3_5_text", dict(mamba_ssm_dtype="bfloat16"), "is 'bfloat16': must be 'float32'"),
+        ("qwen3_5_text", dict(output_gate_type="sigmoid"), "is 'sigmoid': must be 'swish'"),
+        ("apertus", dict(qk_norm=False), "qk_norm is False: must be True"),
+        ("apertus", dict(post_norm=True), "post_norm is True: must be False"),
+        ("apertus", dict(mlp_bias=True), "mlp_bias is True: must be False"),
+        ("hunyuan_v1_dense", dict(norm_type="layer"), "norm_type is 'layer': must be 'hf_rms' or"),
+        ("hunyuan_v1_dense", dict(head_dim=2, rope_scaling=dict(type="dynamic", factor=1.0,
+         alpha=9.0)), "head_dim is 2: must exceed 2, because rope_scaling has alpha"),
+        ("deepseek_v3", dict(num_nextn_predict_layers=-1), "is -1: must be an integer from 0"),
+        ("deepseek_v3", dict(num_mtp_layers=1, num_nextn_predict_layers=2),
+         "num_mtp_layers is 1: must equal num_nextn_predict_layers, 2"),
+        ("deepseek_v2", dict(partial_rotary_factor=0.5),
+         "partial_rotary_factor is 0.5: must be 1, because qk_rope_head_dim"),
+        ("deepseek_v3", dict(rope_parameters=dict(partial_rotary_factor=0.5)),
+         "partial_rotary_factor is 0.5: must be 1, because qk_rope_head_dim"),
+        ("deepseek_v3", dict(n_group=7), "n_group is 7: must divide n_routed_experts, 256, into"),
+        ("deepseek_v3", dict(n_group=256), "n_group is 256: must divide .* groups of at least 2"),
+        ("deepseek_v3", dict(topk_group=9), "topk_group is 9: must be at most n_group, 8"),
+        ("deepseek_v3", dict(topk_group=1, num_experts_per_tok=33),
+         "num_experts_per_tok is 33: must be at most 32, the number of experts in topk_group"),
         ("olmo_hybrid", dict(layer_types=["linear_attention"] * 2),
          "must contain linear_attention and full_attention"),
         ("olmo_hybrid", dict(rope_theta=None, rope_scaling=dict(type="linear", factor=2.0),
@@ -159,6 +190,17 @@ def test_keys_with_effect_are_rejected_by_name(family, keys, message):
 def test_alternative_key_names_are_accepted():
     assert read("gpt2", hidden_size=48, num_attention_heads=4) == read("gpt2", n_embd=48, n_head=4)
     assert read("t5", head_dim=32, d_kv=32) == read("t5", d_kv=32)
+
+
+def test_olmo_hybrid_ignores_the_interval_of_full_attention():
+    """Unlike in Qwen3-Next, every fourth layer has full attention, or the last of fewer layers."""
+    state, full = "gated_delta", "attention"
+    keys = dict(layer_types=None, num_hidden_layers=8)
+    assert read("qwen3_next", full_attention_interval=2, **keys).mixers == (state, full)
+    for extra in {}, dict(full_attention_interval=2):
+        assert read("olmo_hybrid", **keys, **extra).mixers == (state, state, state, full)
+    short = read("olmo_hybrid", layer_types=None, num_hidden_layers=3)
+    assert short.mixers == (state, state, full)
 
 
 def test_attn_factor_is_ignored_like_in_transformers():

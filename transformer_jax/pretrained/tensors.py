@@ -235,10 +235,11 @@ class CheckpointTensors:
                     )
                 raise CheckpointError(missing)
         copies, computed = family.copies(config), family.computed(config)
+        ignored = family.ignored(self._folder.config)
         for name in sorted(self.names - {mapping.tensor for mapping in table}):
             if name in computed or copies.get(name) in self._in_file:
                 continue
-            if not _matches(name, family.ignored_tensors):
+            if not _matches(name, ignored):
                 rule = f"{family.name} with this config.json has no such tensor"
                 raise CheckpointError(f"{self._where(self._in_file[name])}: {rule}")
 
@@ -279,9 +280,11 @@ class CheckpointTensors:
                 if expected is not None:
                     stored = self._folder.read(actual).astype(np.float64)
                 if expected is None or not np.abs(stored - expected).max() <= tolerance:
-                    raise CheckpointError(
-                        f"{self._where(actual)} differs from the values that config.json determines"
-                    )
+                    rule = "differs from the values that config.json determines"
+                    if expected is not None and expected.size == 1:
+                        family = self._family.name
+                        rule = f"is {stored.item():g}: must be {expected.item():g} in {family}"
+                    raise CheckpointError(f"{self._where(actual)} {rule}")
         return table
 
     def parameters(

@@ -88,6 +88,16 @@ def _read_groups(keys: k.ConfigKeys, fields: k.Fields, best: int) -> k.Fields:
         return {}
     if top is None:
         keys.fail("topk_group", top, "must be an integer for n_group above 1")
+    count, chosen = fields["experts.count"], fields["experts.top_k"]
+    size, rest = divmod(count, groups)
+    if rest or size < best:
+        rule = f"must divide n_routed_experts, {count}, into groups of at least {best}"
+        keys.fail("n_group", groups, rule)
+    if top > groups:
+        keys.fail("topk_group", top, f"must be at most n_group, {groups}")
+    if chosen > top * size:
+        rule = f"must be at most {top * size}, the number of experts in topk_group groups"
+        keys.fail("num_experts_per_tok", chosen, rule)
     return {"experts.groups": groups, "experts.top_groups": top, "experts.group_best": best}
 
 
@@ -105,6 +115,12 @@ def _scale_by(factor: float, width: int, mscale: float) -> float:
 
 
 def _read_rope(keys: k.ConfigKeys, fields: k.Fields, is_v3: bool) -> k.Fields:
+    names = "rope_parameters", "rope_scaling"
+    specs = [spec for name in names if isinstance(spec := keys.take(name, None), dict)]
+    for part in (spec.get("partial_rotary_factor") for spec in (*specs, keys.content)):
+        if part not in (None, 1):
+            rule = "must be 1, because qk_rope_head_dim counts the rotated dimensions"
+            keys.fail("partial_rotary_factor", part, rule)
     rope = d.read_rope(keys, fields)
     if not is_v3 or keys.flag("rope_interleave", True):
         rope = replace(rope, pairing="interleaved")
@@ -129,6 +145,25 @@ def _write_rope(config: ModelConfig, is_v3: bool) -> JsonObject:
         same = _scale_by(rope.factor, width, short) == config.attention_scale
         keys["rope_scaling"]["mscale_all_dim"] = short if same else mscale
     return keys
+
+
+def _extra_layers(keys: k.ConfigKeys) -> int:
+    """Return the number of layers that predict further tokens, which transformers does not load."""
+    name = "num_nextn_predict_layers"
+    return 0 if keys.take(name, 1) is None else keys.integer(name, 1, least=0)
+
+
+def _check_extra_layers(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    _extra_layers(keys)
+    keys.ignore("num_nextn_predict_layers")
+    return {}
+
+
+def _ignored_in_v3(content: JsonObject) -> tuple[str, ...]:
+    keys = k.ConfigKeys(content, "config.json", "deepseek_v3")
+    first = keys.integer("num_hidden_layers")
+    extra = [f"model.layers.{first + i}.*" for i in range(_extra_layers(keys))]
+    return "model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", *extra
 
 
 def _deepseek(version: int, dense: int, count: int, shared: int, width: int) -> list[k.Entry]:
@@ -180,12 +215,9 @@ DEEPSEEK_V3 = llama_family(
         *_deepseek(3, 3, 256, 1, 2048),
         k.Fixed(**{"experts.score": "sigmoid", "experts.selection_bias": True}),
         k.Key("norm_topk_prob", "experts.normalize", k.flag, True),
+        k.Code(_check_extra_layers),
     ],
     architecture="DeepseekV3ForCausalLM",
     table=_table,
-    # DeepSeek-V3 predicts a second token with a layer that transformers does not load
-    ignored_tensors=(
-        "model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq",
-        "model.layers.61.*",
-    ),
-)  # fmt: skip
+    ignored_tensors=_ignored_in_v3,
+)

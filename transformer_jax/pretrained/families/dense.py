@@ -231,6 +231,8 @@ def _read_hunyuan_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     positions = d.read_rope(k.ConfigKeys(plain, keys.where), fields)
     keys.ignore("rope_theta")
     width = fields["head_dim"] or fields["d_model"] // fields["num_heads"]
+    if width <= 2:
+        keys.fail("head_dim", width, f"must exceed 2, because {name} has alpha")
     return dict(positions=replace(positions, base=positions.base * alpha ** (width / (width - 2))))
 
 

@@ -120,12 +120,15 @@ _MIXERS: dict[str, Mixer] = {"linear_attention": "gated_delta", "full_attention"
 _EVERY = 4
 
 
-def _read_mixers(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+def _read_mixers(keys: k.ConfigKeys, fields: k.Fields, is_olmo: bool = False) -> k.Fields:
     layers = fields["num_layers"]
-    every = keys.integer("full_attention_interval", _EVERY)
+    # transformers ignores the interval of OLMo Hybrid
+    every = _EVERY if is_olmo else keys.integer("full_attention_interval", _EVERY)
     types = keys.take("layer_types", None)
     if types is None:
         types = [[*_MIXERS][(i + 1) % every == 0] for i in range(layers)]
+        if is_olmo and layers < every:
+            types[-1] = "full_attention"
     if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*_MIXERS}:
         rule = f"must be a list of {layers} (num_hidden_layers) of {' and '.join(_MIXERS)}"
         keys.fail("layer_types", types, rule)
@@ -244,7 +247,7 @@ OLMO_HYBRID = llama_family(
         k.Code(_read_olmo_sizes, _write_olmo_sizes),
         _SIZES[-1],
         k.Key("linear_allow_neg_eigval", "gated_delta.negative_eigenvalues", k.flag, True),
-        _LAYERS,
+        k.Code(partial(_read_mixers, is_olmo=True), _write_mixers),
         k.Code(_read_olmo_rope, _write_olmo_rope),
     ],
     architecture="OlmoHybridForCausalLM",

@@ -46,7 +46,7 @@ ACTIVATION_KEYS: dict[Activation, str] = {
 DEPTH_KEYS = frozenset(
     """
     decoder_layers encoder_layers n_layer n_layers n_routed_experts num_decoder_layers num_experts
-    num_hidden_layers num_layers num_local_experts
+    num_hidden_layers num_layers num_local_experts num_nextn_predict_layers
     """.split()
 )
 """Keys that are numbers of layers or experts. Each layer or expert has at least one tensor."""

@@ -158,16 +158,15 @@ OTHER_KEYS = (
         fixed=dict(mlp_bias=[False], qkv_bias=[False]),
     ),
     OtherKeys(
-        "Keys of DeepSeek's original code. Its layers that predict further tokens are not loaded.",
+        "Keys of DeepSeek's original code.",
         "deepseek_v2 deepseek_v3",
-        """
-        ep_size num_nextn_predict_layers output_router_logits pretraining_tp seq_aux
-        """,
+        "ep_size output_router_logits pretraining_tp seq_aux",
         dict(attention_bias=[False, None], mlp_bias=[False], moe_layer_freq=[1]),
     ),
     OtherKeys(
-        "The router of DeepSeek-V2.", "deepseek_v2",
-        fixed=dict(norm_topk_prob=[False, None], scoring_func=["softmax"]),
+        "The router of DeepSeek-V2, which has no layers for further tokens.", "deepseek_v2",
+        "num_nextn_predict_layers",
+        dict(norm_topk_prob=[False, None], scoring_func=["softmax"]),
     ),
     OtherKeys(
         "The router of DeepSeek-V3.", "deepseek_v3",
@@ -181,8 +180,17 @@ OTHER_KEYS = (
         "Every block has experts.", "qwen3_next", "intermediate_size output_router_logits",
         dict(decoder_sparse_step=[1], mlp_only_layers=[[], None]),
     ),
+    OtherKeys("Qwen3-Next has no windows.", "qwen3_next", fixed=dict(use_sliding_window=[False])),
     OtherKeys(
-        "The initialisation, and the pattern that layer_types replaces.", "olmo_hybrid",
+        "Attention has a gate, states are float32, and the layers for further tokens are not "
+        "loaded.",
+        "qwen3_5_text", "mtp_num_hidden_layers mtp_use_dedicated_embeddings",
+        dict(
+            attn_output_gate=[True], mamba_ssm_dtype=["float32"], output_gate_type=["swish"],
+        ),
+    ),
+    OtherKeys(
+        "The initialisation, and a pattern that transformers ignores.", "olmo_hybrid",
         """
         full_attention_interval linear_a_log_max linear_a_log_min linear_dt_init_floor
         linear_dt_max linear_dt_min
@@ -208,7 +216,7 @@ OTHER_KEYS = (
     OtherKeys("Transformers ignores it.", "gemma3_text", fixed=dict(attn_logit_softcapping=[None])),
     OtherKeys(
         "The code in auto_map is not run; transformers implements this model_type.",
-        "phi phi3 falcon nomic_bert", "auto_map",
+        "phi phi3 falcon nomic_bert deepseek_v2 deepseek_v3", "auto_map",
     ),
     OtherKeys(
         "The search for the longrope factors; logits have no bias in transformers.", "phi3",
@@ -282,11 +290,19 @@ OTHER_KEYS = (
     OtherKeys("The model always uses RoPE.", "gptj", fixed=dict(rotary=[True])),
     OtherKeys(
         "Keys of the original Hunyuan code, which transformers does not read.", "hunyuan_v1_dense",
-        "attention_head_dim cla_share_factor eod_token_id org_vocab_size pad_id pool_type",
+        """
+        attention_head_dim cla_share_factor dense_list eod_token_id im_end_id im_newline_id
+        im_start_id mask_init_id org_vocab_size pad_id pool_type text_end_id text_start_id
+        """,
         dict(
-            add_classification_head=[False], class_num=[0], mlp_bias=[False], norm_type=["hf_rms"],
-            use_cla=[False], use_qk_norm=[True], use_rotary_pos_emb=[True],
+            add_classification_head=[False], class_num=[0], mlp_bias=[False],
+            norm_type=["hf_rms", "rms"], use_cla=[False], use_qk_norm=[True],
+            use_rotary_pos_emb=[True],
         ),
+    ),
+    OtherKeys(
+        "The norms and biases of Apertus are fixed.", "apertus",
+        fixed=dict(mlp_bias=[False], post_norm=[False], qk_norm=[True]),
     ),
     # Encoders
     OtherKeys(
@@ -394,6 +410,10 @@ ALIASES: dict[str, dict[str, str]] = {
     "bloom": dict(num_hidden_layers="n_layer", num_attention_heads="n_head"),
     "mixtral gpt_oss": dict(num_experts="num_local_experts"),
     "olmoe qwen3_moe": dict(num_local_experts="num_experts"),
+    "deepseek_v2": dict(num_experts="n_routed_experts"),
+    "deepseek_v3": dict(
+        num_local_experts="n_routed_experts", num_mtp_layers="num_nextn_predict_layers"
+    ),
     "distilbert": dict(
         hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers"
     ),

@@ -336,8 +336,9 @@ class Family:
     without their head omit the prefix."""
     head_tensors: tuple[str, ...] = ()
     """Patterns of tensor names that never have the prefix."""
-    ignored_tensors: tuple[str, ...] = ()
-    """Patterns of tensor names that are not parameters, such as buffers and unused layers."""
+    ignored_tensors: tuple[str, ...] | Callable[[JsonObject], tuple[str, ...]] = ()
+    """Patterns of tensor names that are not parameters, such as buffers and unused layers, or a
+    function that returns them for a config.json."""
     tied_copies: Mapping[str, str] | Callable[[ModelConfig], Mapping[str, str]] = field(
         default_factory=dict
     )
@@ -398,6 +399,11 @@ class Family:
 
         scalars = self.scalars(config).items()
         return {**self.computed_tensors, **{n: partial(compute, value=v) for n, v in scalars}}
+
+    def ignored(self, content: JsonObject) -> tuple[str, ...]:
+        """Return the patterns of tensor names that are not parameters, given the config.json."""
+        patterns = self.ignored_tensors
+        return patterns(content) if callable(patterns) else patterns
 
     def copies(self, config: ModelConfig) -> Mapping[str, str]:
         """Return the copies of tied tensors that a file may contain, mapped to the originals."""
