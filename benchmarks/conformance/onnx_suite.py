@@ -33,13 +33,9 @@ import numpy as np
 
 from benchmarks.conformance.outcomes import Cell, write
 from benchmarks.peers import Absent, imported
-from transformer_jax import (
-    Causal,
-    Mask,
-    Padding,
-    Window,
+from transformer_jax import Causal, Mask, Padding, Window, dot_product_attention
+from transformer_jax.attention import (
     delta_rule,
-    dot_product_attention,
     gated_delta_rule,
     gated_linear_attention,
     linear_attention,
