@@ -43,7 +43,7 @@ def test_tokenizer_class_defaults_match_transformers(name):
     named = {role: str(token) for role, token in defaults.items() if token is not None}
     assert CLASSES[name].roles == named
     usual = {"src_lang": {"MBart": "en_XX", "MBart50": "en_XX", "Nllb": "eng_Latn"}.get(name)}
-    usual["add_prefix_space"] = {"Qwen2": False, "Llama": True}.get(name)
+    usual["add_prefix_space"] = {"Qwen2": False, "Qwen3_5": False, "Llama": True}.get(name)
     for option, value in CLASSES[name].options.items():
         default = arguments[option].default
         default = usual.get(option) if default is None else default

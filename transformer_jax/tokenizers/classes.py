@@ -54,9 +54,6 @@ _LANGUAGES = r"[a-z]{2}_[A-Z]{2}"
 _LLAMA = TokenizerClass(
     roles=dict(bos="<s>", eos="</s>", unk="<unk>"), options=dict(add_prefix_space=True)
 )
-_QWEN = TokenizerClass(
-    roles=dict.fromkeys(("eos", "unk", "pad"), "<|endoftext|>"), options=_NO_SPACE
-)
 
 FILE = TokenizerClass()
 """Tokenizer class without defaults, such as PreTrainedTokenizerFast or TokenizersBackend."""
@@ -66,8 +63,12 @@ CLASSES: Mapping[str, TokenizerClass] = {
     "MPNet": replace(_WORDS, roles=_MASKED | dict(unk="[UNK]"), mask_strips=True),
     **dict.fromkeys(("GPT2", "CodeGen"), _BYTES),
     **dict.fromkeys(("Roberta", "Bart", "Longformer", "LED"), _WRAPPED),
-    "Qwen2": _QWEN,
-    "Qwen3_5": replace(_QWEN, options=dict(add_prefix_space=None)),
+    **dict.fromkeys(
+        ("Qwen2", "Qwen3_5"),
+        TokenizerClass(
+            roles=dict.fromkeys(("eos", "unk", "pad"), "<|endoftext|>"), options=_NO_SPACE
+        ),
+    ),
     "GPTNeoX": TokenizerClass(roles=_END_OF_TEXT | dict(pad="<|padding|>"), options=_NO_SPACE),
     "Cohere": TokenizerClass(
         roles=dict(
