@@ -193,6 +193,9 @@ def _init_on_mesh(
     sharding: NamedSharding,
 ) -> ModelCache:
     """Create an empty cache, of which each device only stores its own part."""
+    if len(sharding.spec) > 3:
+        rule = "must have at most three entries, for rows, slots and key heads"
+        raise ValueError(f"sharding is {sharding.spec}: {rule}")
     rows, slots, heads = (*sharding.spec, None, None, None)[:3]
     devices = math.prod(sharding.mesh.shape[axis] for axis in axis_names(slots))
     if devices > 1:

@@ -65,7 +65,7 @@ def bias_zeros(bias: jax.Array | Bias | None, sizes: Sizes) -> Sum:
     if bias is None:
         return None
     if isinstance(bias, Bias):
-        return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), differentiable(bias))
+        return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), floating_leaves(bias))
     whole = (None, None, sizes.grid[0] * sizes.block_q, sizes.grid[1] * sizes.block_k)
     shape = [n if n == 1 or w is None else w for n, w in zip(bias.shape, whole, strict=True)]
     return jnp.zeros(shape, jnp.float32)
@@ -78,7 +78,7 @@ def bias_add(place: Place, total: Sum, call: AttentionCall, ds: jax.Array) -> Su
     if isinstance(bias, Bias):
         # differentiate the bias of this tile with respect to its leaves
         tile = lambda leaves: bias_tile(place, _replace(bias, leaves), call, 0.0)  # noqa: E731
-        (gradient,) = jax.vjp(tile, differentiable(bias))[1](ds)
+        (gradient,) = jax.vjp(tile, floating_leaves(bias))[1](ds)
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, gradient)
     starts = [0 if n == 1 else s[1] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
     shape = [1 if n == 1 else s[2] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
@@ -111,7 +111,7 @@ def score_tile(
     return jnp.where(found < jnp.inf, found, bad)
 
 
-def differentiable(tree: Bias | ScoreMod) -> list[jax.Array]:
+def floating_leaves(tree: Bias | ScoreMod) -> list[jax.Array]:
     """Return the floating-point leaves of a tree."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
 
@@ -136,7 +136,7 @@ def bias_gradient(bias: jax.Array | Bias | ScoreMod | None, total: list[jax.Arra
         return None
     if isinstance(bias, jax.Array):
         return total[0].astype(bias.dtype)
-    pairs = zip(total, differentiable(bias), strict=True)
+    pairs = zip(total, floating_leaves(bias), strict=True)
     return _replace(bias, [x.astype(leaf.dtype) for x, leaf in pairs])
 
 
@@ -144,7 +144,7 @@ def bias_axes(bias: jax.Array | Bias | None, *, of_gradient: bool = False) -> li
     """Return the axis names of a bias. The axes of a `Bias` are unknown and not sharded."""
     if not isinstance(bias, Bias):
         return [] if bias is None else [TILES]
-    leaves = jax.tree.leaves(bias) if not of_gradient else differentiable(bias)
+    leaves = jax.tree.leaves(bias) if not of_gradient else floating_leaves(bias)
     return [(None,) * jnp.ndim(x) for x in leaves]
 
 
@@ -152,7 +152,7 @@ def score_axes(score_mod: ScoreMod | None, *, of_gradient: bool = False) -> list
     """Return the axis names of the leaves of `score_mod`. Captured arrays are not sharded."""
     if score_mod is None:
         return []
-    captured = differentiable(score_mod) if of_gradient else score_mod.captured
+    captured = floating_leaves(score_mod) if of_gradient else score_mod.captured
     names: list[AxisNames] = [(None,) * jnp.ndim(x) for x in captured]
     return names if of_gradient else [*names, ("b",), ("n",)]
 

@@ -51,11 +51,9 @@ from transformer_jax.attention.blockwise.bias import (
     bias_sums,
     bias_tile,
     bias_zeros,
+    floating_leaves,
     score_axes,
     score_tile,
-)
-from transformer_jax.attention.blockwise.bias import (
-    differentiable as floating_leaves,
 )
 from transformer_jax.attention.blockwise.tiles import (
     Place,
