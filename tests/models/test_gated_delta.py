@@ -15,6 +15,18 @@ import pytest
 from flax.traverse_util import flatten_dict
 from jax import export
 
+from tests.support.mixers import (
+    ERROR,
+    LEFT,
+    LENGTHS,
+    RIGHT,
+    ROWS,
+    TOKENS,
+    VOCAB,
+    T,
+    logits_of,
+    read,
+)
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax import (
     LoraConfig,
@@ -57,7 +69,6 @@ from transformer_jax.training.planning.plan import remedies
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 N, NK, H, HV, W = 6, 3, 5, 7, 3
-VOCAB, T, ROWS = 31, 19, 3
 CONFIG = ModelConfig(
     vocab_size=VOCAB, d_model=24, num_layers=3, num_heads=4, num_kv_heads=2, d_ff=38, max_len=64,
     positions="rope", norm="rmsnorm", norm_eps=0.01, use_bias=False, init_std=0.2,
@@ -67,29 +78,13 @@ CONFIG = ModelConfig(
     ),
 )  # fmt: skip
 ONLY = replace(CONFIG, mixers=("gated_delta",), num_kv_heads=None, attention_gate=False)
-TOKENS = np.random.default_rng(3).integers(0, VOCAB, (ROWS, T)).astype(np.int32)
-LENGTHS = np.array([19, 7, 12], np.int32)
-LEFT = np.where(np.arange(T) >= T - LENGTHS[:, None], np.arange(T) - (T - LENGTHS[:, None]), -1)
-RIGHT = np.where(np.arange(T) < LENGTHS[:, None], np.arange(T), -1)
 HOLES = np.arange(T * ROWS).reshape(ROWS, T) % 5 != 2
 HOLES = np.where(HOLES, np.cumsum(HOLES, axis=1) - 1, -1)
-ERROR = 5e-6
-"""Largest error of logits, relative to the largest logit, after three blocks in float32."""
 
 
 @pytest.fixture(scope="module")
 def params():
     return init_params(CONFIG, jax.random.key(7))
-
-
-@partial(jax.jit, static_argnums=0)
-def logits_of(config, params, tokens, **arguments):
-    return build(config).apply({"params": params}, tokens, **arguments)[0]
-
-
-@partial(jax.jit, static_argnums=0)
-def read(config, params, tokens, cache, positions=None):
-    return build(config).apply({"params": params}, tokens, cache=cache, positions=positions)
 
 
 # Arithmetic

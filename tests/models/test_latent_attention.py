@@ -14,6 +14,18 @@ import pytest
 from jax import export
 from jax.extend.core import jaxprs_in_params
 
+from tests.support.mixers import (
+    ERROR,
+    LEFT,
+    LENGTHS,
+    RIGHT,
+    ROWS,
+    TOKENS,
+    VOCAB,
+    T,
+    logits_of,
+    read,
+)
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax import (
     LoraConfig,
@@ -59,7 +71,7 @@ from transformer_jax.training.placement import parameter_spec
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 N, H, R, C, HV, QUERY = 3, 5, 4, 13, 7, 11
-D, F, VOCAB, T, ROWS = 24, 38, 31, 19, 3
+D, F = 24, 38
 SIZES = LatentAttention(query_rank=QUERY, kv_rank=C, nope_dim=H, rope_dim=R, value_dim=HV)
 CONFIG = ModelConfig(
     vocab_size=VOCAB, d_model=D, num_layers=2, num_heads=N, d_ff=F, max_len=64,
@@ -72,29 +84,13 @@ MIXED = replace(
     norm_eps=0.01,
 )  # fmt: skip
 ONE = replace(CONFIG, num_layers=1)
-TOKENS = np.random.default_rng(3).integers(0, VOCAB, (ROWS, T)).astype(np.int32)
-LENGTHS = np.array([19, 7, 12], np.int32)
-LEFT = np.where(np.arange(T) >= T - LENGTHS[:, None], np.arange(T) - (T - LENGTHS[:, None]), -1)
-RIGHT = np.where(np.arange(T) < LENGTHS[:, None], np.arange(T), -1)
 EPS = 1e-6
 """Epsilon of the norms of latents, whatever `norm_eps` is."""
-ERROR = 5e-6
-"""Largest error of logits, relative to the largest logit, after three blocks in float32."""
 
 
 @pytest.fixture(scope="module")
 def params():
     return init_params(CONFIG, jax.random.key(7))
-
-
-@partial(jax.jit, static_argnums=0)
-def logits_of(config, params, tokens, **arguments):
-    return build(config).apply({"params": params}, tokens, **arguments)[0]
-
-
-@partial(jax.jit, static_argnums=0)
-def read(config, params, tokens, cache, positions=None):
-    return build(config).apply({"params": params}, tokens, cache=cache, positions=positions)
 
 
 # Arithmetic
