@@ -179,6 +179,21 @@ def test_transformations_of_captured_array_match_loop(implementation):
     assert_near(one, (shifted[0] - shifted[1]) / 0.02, 1e-3)
 
 
+def test_rows_and_heads_of_later_tiles_have_their_own_indices():
+    """With positions that differ by row and many heads, a tile has few rows and heads."""
+    arrays = draw(15, batch=3, queries=20, keys=300, heads=16, kv_heads=16)
+    inputs = arrays["query"], arrays["key"], arrays["value"]
+    at = jnp.arange(20)[None] + jnp.array([[0], [90], [200]])
+    outs = [
+        dot_product_attention(
+            *inputs, mask=Causal(), q_positions=at, implementation=name,
+            score_mod=lambda s, b, h, q, k: s * (1 + b) + h * k * 0.01,
+        )
+        for name in EVERYWHERE
+    ]  # fmt: skip
+    assert_near(outs[1], outs[0], 1e-5)
+
+
 def test_weights_match_output():
     arrays = draw(11, batch=1, queries=20, keys=20, heads=2, kv_heads=2)
     options = dict(score_mod=lambda s, b, h, q, k: s * s - q, mask=Causal())
