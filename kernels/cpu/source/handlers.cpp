@@ -6,6 +6,7 @@
 
 #ifndef SOURCES
 #define SOURCES ""
+#define BUILT_WITH ""
 #endif
 
 namespace ffi = xla::ffi;
@@ -210,8 +211,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(row_norm, normalised,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps")
                                   .Attr<bool>("centred"));
-// The hash of the sources, from setup.py.
+// The hashes of the sources and of the commands that compiled them, from setup.py.
 extern "C" const char* attention_sources() { return SOURCES; }
+extern "C" const char* attention_built_with() { return BUILT_WITH; }
 extern "C" const char* attention_instructions() { return chosen().load()->name; }
 // Select another instruction set; return whether the processor supports it.
 extern "C" bool attention_use(const char* name) {
