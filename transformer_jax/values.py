@@ -68,10 +68,13 @@ def value_class(
     """
 
     def decorate(cls: type) -> type:
-        cls = dataclasses.dataclass(frozen=True, repr=False, **options)(cls)
+        eq = options.pop("eq", True)
+        cls = dataclasses.dataclass(frozen=True, repr=False, eq=False, **options)(cls)
+        fields = dataclasses.fields(cls)
+        if eq:
+            add_equality(cls, tuple(x.name for x in fields if x.compare))
         if repr:
             short_repr(cls)
-        fields = dataclasses.fields(cls)
         children_names, structure_names = arrays or (), static or ()
         if pytree:
             structure_names = tuple(x.name for x in fields if x.metadata.get("static"))
@@ -119,6 +122,26 @@ def value_class(
         return cls
 
     return decorate if cls is None else decorate(cls)
+
+
+def add_equality(cls: type, names: tuple[str, ...]) -> None:
+    """Add the `==` and the hash of a frozen dataclass, unless the class defines its own.
+
+    `dataclasses.dataclass` would compile new source code for each class.
+    """
+    get = attrgetter("__class__", *names)
+
+    def __eq__(self: object, other: object) -> bool:
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        return get(self) == get(other)
+
+    def __hash__(self: object) -> int:
+        return hash(get(self))
+
+    for method in (__eq__, __hash__):
+        if method.__name__ not in cls.__dict__:
+            setattr(cls, method.__name__, method)
 
 
 def short_repr(cls: C) -> C:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import ConfigError, FieldValue, nearest
@@ -19,43 +20,41 @@ from transformer_jax.config.tasks import (
 )
 from transformer_jax.config.train import TrainConfig
 
-_GPT2 = ModelConfig(vocab_size=50257, d_model=768, num_layers=12, num_heads=12, max_len=1024)
-_GPT2 = dataclasses.replace(_GPT2, dropout=0.1, attention_dropout=0.1)
-_BERT = ModelConfig(
+# arguments of `ModelConfig`, which is built when a preset is selected
+_Arguments = dict[str, Any]
+_GPT2: _Arguments = dict(
+    vocab_size=50257, d_model=768, num_layers=12, num_heads=12, max_len=1024, dropout=0.1,
+    attention_dropout=0.1,
+)  # fmt: skip
+_BERT: _Arguments = dict(
     kind="encoder", vocab_size=30522, d_model=768, num_layers=12, num_heads=12, max_len=512,
     norm_order="post", norm_eps=1e-12, embedding_norm=True, activation="gelu", logit_bias=True,
     type_vocab_size=2, masked_token_head=True, dropout=0.1, attention_dropout=0.1,
 )  # fmt: skip
-_SMALL_DECODER = ModelConfig(
-    vocab_size=65,
-    d_model=128,
-    num_layers=4,
-    num_heads=4,
-    max_len=64,
-    use_bias=False,
-    positions=Rope(),
-    init_std=0.06,  # trains faster (benchmarks/NOTES.md)
-)
+_SMALL_DECODER: _Arguments = dict(
+    vocab_size=65, d_model=128, num_layers=4, num_heads=4, max_len=64, use_bias=False,
+    positions=Rope(), init_std=0.06,  # trains faster (benchmarks/NOTES.md)
+)  # fmt: skip
 
-_MODELS: dict[str, ModelConfig] = {
-    "tiny": ModelConfig(d_model=64, num_layers=2, num_heads=4, max_len=64),
+_MODELS: dict[str, _Arguments] = {
+    "tiny": dict(d_model=64, num_layers=2, num_heads=4, max_len=64),
     "shakespeare-cpu": _SMALL_DECODER,
-    "shakespeare-gpu": dataclasses.replace(
-        _SMALL_DECODER, d_model=384, num_layers=6, num_heads=6, max_len=256,
-        positions=Learned(), init_std=0.02, dropout=0.2, attention_dropout=0.2,
+    "shakespeare-gpu": _SMALL_DECODER | dict(
+        d_model=384, num_layers=6, num_heads=6, max_len=256, positions=Learned(), init_std=0.02,
+        dropout=0.2, attention_dropout=0.2,
     ),
-    "transformer-base": ModelConfig(
+    "transformer-base": dict(
         kind="encoder-decoder", vocab_size=37000, d_model=512, num_layers=6, num_heads=8,
         d_ff=2048, max_len=512, positions=Sinusoidal(), norm_order="post", activation="relu",
         scale_embeddings=True, dropout=0.1,
     ),
     "bert-base": _BERT,
-    "bert-large": dataclasses.replace(_BERT, d_model=1024, num_layers=24, num_heads=16),
+    "bert-large": _BERT | dict(d_model=1024, num_layers=24, num_heads=16),
     "gpt2": _GPT2,
-    "gpt2-medium": dataclasses.replace(_GPT2, d_model=1024, num_layers=24, num_heads=16),
-    "gpt2-large": dataclasses.replace(_GPT2, d_model=1280, num_layers=36, num_heads=20),
-    "gpt2-xl": dataclasses.replace(_GPT2, d_model=1600, num_layers=48, num_heads=25),
-    "llama3-8b": ModelConfig(
+    "gpt2-medium": _GPT2 | dict(d_model=1024, num_layers=24, num_heads=16),
+    "gpt2-large": _GPT2 | dict(d_model=1280, num_layers=36, num_heads=20),
+    "gpt2-xl": _GPT2 | dict(d_model=1600, num_layers=48, num_heads=25),
+    "llama3-8b": dict(
         vocab_size=128256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, d_ff=14336,
         max_len=8192, positions=Rope(base=500_000.0), norm="rmsnorm",
         activation="silu", glu=True, use_bias=False, tie_embeddings=False, dtype="bfloat16",
@@ -76,7 +75,7 @@ PRESETS: tuple[str, ...] = tuple(_MODELS)
 
 def _lookup(name: str) -> ModelConfig:
     _check_name("preset", name, list(_MODELS))
-    return _MODELS[name]
+    return ModelConfig(**_MODELS[name])
 
 
 def _check_name(kind: str, name: str, names: list[str]) -> None:
@@ -118,7 +117,7 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
         ConfigError: if there is no such preset or field, or the fields contradict each other.
     """
     recipe: dict[str, FieldValue] = _TRAINING.get("default" if name is None else name, {})
-    model = _SMALL_DECODER if name is None else _lookup(name)
+    model = _lookup("shakespeare-cpu" if name is None else name)
     for field in changes:
         _check_name("field", field, [f.name for f in dataclasses.fields(TrainConfig)])
     task = changes.get("task", usual_task(model))
