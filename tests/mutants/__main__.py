@@ -229,6 +229,12 @@ def main() -> int:
         "--tests", action="append", default=[],
         help="a file of tests to run besides: some read a table, but run no line of its file",
     )  # fmt: skip
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT["default"],
+        help="seconds for the default tests of one mutant",
+    )
     parser.add_argument("--slow", action="store_true", help="also run slow tests on survivors")
     parser.add_argument("--again", action="store_true", help="run survivors again")
     parser.add_argument("--list", action="store_true", help="only print the mutants")
@@ -236,6 +242,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table of all results")
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
+    LIMIT["default"] = args.limit
     if args.map:
         for path in [*FOLDER.glob("lines.*"), *FOLDER.glob("seconds.*")]:
             path.unlink()
