@@ -159,12 +159,28 @@ class SplitLengths:
         return f"ring {over}: sends {sent} of {most} blocks of keys, {sent * block} bytes"
 
 
+CHUNK = 512
+"""Minimum number of tokens in a chunk of `zigzag_positions` if there are more than two per device.
+Tiles of attention have at most as many, so that a tile does not span two chunks."""
+
+
+def zigzag_chunks(length: int, devices: int) -> np.ndarray:  # i32[chunks]
+    """Return the order in which `zigzag_positions` puts the chunks of a row."""
+    turns = range(2, length // (devices * CHUNK) + 1, 2)
+    turn = max((n for n in turns if length % (n * devices) == 0), default=2)
+    dealt = np.arange(turn * devices, dtype=np.int32).reshape(turn, devices)
+    dealt[1::2] = dealt[1::2, ::-1]
+    return dealt.T.ravel()
+
+
 def zigzag_positions(length: int, devices: int) -> np.ndarray:  # i32[T]
     """Return positions in an order that gives each device the same share of a causal mask.
 
-    The positions are cut into 2P chunks for P devices. Device i has the chunks i and 2P - 1 - i. In
-    the usual order, the last device computes 2P - 1 times as many pairs as the first, and the
-    others wait. Permute the tokens with the result, and pass it as their positions:
+    The positions are cut into an even number of chunks for each of the P devices: two, or more if
+    each has at least 512 tokens. The chunks are dealt to the devices in turn, and in reverse in
+    every second turn. More chunks also spread the tokens of each document over the devices. In the
+    usual order, the last device computes 2P - 1 times as many pairs as the first, and the others
+    wait. Permute the tokens with the result, and pass it as their positions:
 
         at = zigzag_positions(T, P)
         model.apply(params, tokens[:, at], positions=jnp.broadcast_to(at, tokens.shape))
@@ -182,8 +198,9 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:  # i32[T]
     check_count("length", length, 0)
     if length % (2 * devices):
         raise ValueError(f"length is {length}: must be a multiple of {2 * devices}, 2 * devices")
-    chunks = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
-    return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).ravel()
+    chunks = zigzag_chunks(length, devices)
+    positions = np.arange(length, dtype=np.int32)
+    return positions.reshape(len(chunks), -1)[chunks].ravel()
 
 
 def split_lengths(call: AttentionCall) -> SplitLengths | str | None:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_jax.attention import zigzag_positions
 from transformer_jax.attention.masks import Causal, Padding
+from transformer_jax.attention.ring import zigzag_chunks
 from transformer_jax.config import AnyModelConfig, ConfigError
 from transformer_jax.kernels import platform
 from transformer_jax.models.arguments import CheckedModule as AnyModel
@@ -85,7 +85,7 @@ def along_context(prepare: Callable[..., Batch], balanced: int | None, *inputs: 
     batch = prepare(*inputs)
     rank, length = batch.tokens.ndim, batch.tokens.shape[-1]
     if balanced is not None and batch.labels.ndim == rank and length % (2 * balanced) == 0:
-        chunks = zigzag_positions(2 * balanced, balanced)
+        chunks = zigzag_chunks(length, balanced)
 
         def in_order(x: jax.Array) -> jax.Array:
             # whole chunks are moved, because a gather of single tokens is slow
