@@ -1,6 +1,7 @@
 """Training and generating from the command line: messages, exit statuses, signals and kills."""
 
 import dataclasses
+import inspect
 import io
 import os
 import re
@@ -41,7 +42,7 @@ from transformer_jax.cli import command, evaluate, generate, plan
 from transformer_jax.cli.flags import spelled
 from transformer_jax.cli.report import suggested_prompt, summary
 from transformer_jax.cli.run_flags import FLAGS, configure, parse
-from transformer_jax.config import MeshConfig, Optimizer
+from transformer_jax.config import MeshConfig, ModelConfig, Optimizer
 from transformer_jax.config.positions import KINDS
 from transformer_jax.config.tasks import TASKS, LanguageTask
 from transformer_jax.decoding.completion import ExcludePadding, TextGenerator
@@ -320,6 +321,7 @@ def test_help_prints_one_group_and_lists_others(capsys, group, others):
     assert [name for name in printed if name in flags] == flags
     assert len(printed) - len(flags) == (8 if group is None else 0)  # --preset and others
     assert ("Tasks: language" in out) == (group is None)
+    assert (inspect.getdoc(ModelConfig).partition("\n")[0] in " ".join(out.split())) == bool(group)
     named = (
         out.partition("--help GROUP those of a group:\n")[2].replace("\n", " ").strip().split(", ")
     )

@@ -81,6 +81,15 @@ def test_singular_value_count_keeps_largest_and_supports_vmap():
     assert_near(mapped, np.stack([whole.values, 4 * whole.values]), NEAR)
 
 
+def test_count_can_be_the_width_of_a_head():
+    model, params = model_of("llama")
+    found = jax.eval_shape(lambda own: circuits(model, own, "ov", count=6), params)
+    assert (
+        found.values.shape
+        == jax.eval_shape(lambda p: circuits(model, p, "ov"), params).values.shape
+    )
+
+
 @pytest.mark.slow
 def test_circuit_products_include_adapters():
     config = SHAPES["llama"]

@@ -276,6 +276,10 @@ def test_expert_hidden_layers_have_no_heads():
             lambda: resample({"embedding": np.ones((B, 3, D))}),
             r"captured\['embedding'\] has shape \[2, 3, 14\]: must be \[2, 7, 14\], or the sa",
         ),
+        (
+            lambda: resample({"embedding": np.ones(B)}, at=1),
+            r"captured\['embedding'\] has shape \[2\]: must be \[2, 7, 14\], or the same with",
+        ),
     ],
 )
 def test_edits_with_wrong_shape_are_rejected(edit, message):

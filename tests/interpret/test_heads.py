@@ -30,8 +30,9 @@ def random_weights(*shape: int, seed: int = 3) -> np.ndarray:
     return (x / x.sum(-1, keepdims=True)).astype(np.float32)
 
 
-def test_attention_head_scores_match_formulas():
-    P, length = 5, 13
+@pytest.mark.parametrize("P", [2, 5])
+def test_attention_head_scores_match_formulas(P):
+    length = 13
     weights = random_weights(2, 3, 4, length, length)
     found = jax.jit(partial(head_scores, period=P))(weights)
     wanted = np.zeros((3, 3, 4))

@@ -505,10 +505,11 @@ def test_pooled_vector_matches_reference(rng):
     assert (pooled == 0).any() and pooled.max() > 0.5
 
 
-def test_last_logit_lens_of_masked_encoder_matches_its_logits(rng):
-    """The lens must apply the masked-token head, as in BERT."""
+@pytest.mark.parametrize("head", [True, False])
+def test_last_logit_lens_of_encoder_matches_its_logits(rng, head):
+    """The lens must apply a masked-token head, as in BERT."""
     config, params, tokens = random_model(
-        rng, 5, kind="encoder", num_layers=1, norm_order="post", masked_token_head=True
+        rng, 5, kind="encoder", num_layers=1, norm_order="post", masked_token_head=head
     )
     lens = jax.jit(partial(logit_lens, build(config)))(params, tokens)
     assert lens.shape == (2, 2, 5, VOCAB)

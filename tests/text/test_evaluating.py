@@ -18,6 +18,7 @@ from tests.text.models import (
     chat,
     classes,
     logits_after,
+    logits_of,
     masked,
     model_of,
     nats,
@@ -148,6 +149,20 @@ def test_edit_that_requires_all_tokens_is_rejected_for_truncated_text():
     edit = {"embedding": lambda x: x - x.mean(axis=1, keepdims=True)}
     with pytest.raises(ValueError, match="needs all tokens of a sequence, but this call reads"):
         score_requests(plain().edited(edit), [ScoringRequest(ids, ids[:5])], 4)
+
+
+def test_continuations_are_scored_with_the_edited_logits():
+    def move(logits):  # of one letter
+        return logits.at[..., 3].add(2.0)
+
+    ids = tuple(map(int, LETTERS.encode("cab")))
+    (found,) = score_requests(plain().edited({"logits": move}), [ScoringRequest(ids, (3, 1))], 4)
+    wanted = 0.0
+    for n, label in enumerate((3, 1)):
+        logits = logits_of(plain(), [*ids, 3][: len(ids) + n])[-1].astype(np.float64)
+        logits[3] += 2.0
+        wanted += logits[label] - np.log(np.exp(logits).sum())
+    assert found.log_prob == pytest.approx(wanted, rel=1e-5)
 
 
 def test_trailing_context_spaces_belong_to_continuation():

@@ -132,6 +132,13 @@ def test_num_bytes_counts_only_scored_text():
     assert (pair.num_tokens, pair.num_bytes) == (4, 3)  # "eed" and its end
 
 
+def test_warning_about_unknown_words_names_the_line_of_the_caller():
+    words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
+    with pytest.warns(UserWarning, match=r"^unknown words: 1 \('cow'\)") as found:
+        words.score("to cow")
+    assert found[0].filename == __file__
+
+
 @pytest.mark.slow
 def test_unknown_words_in_prompt_trigger_warning():
     words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))

@@ -224,6 +224,16 @@ def test_unused_tokens_have_no_text():
     assert count not in tokenizer.encode("[PAD]").tolist()
 
 
+def test_tokens_are_normal_if_their_types_are_missing():
+    _, metadata = byte_level("smollm")
+    typed = metadata | {
+        "tokenizer.ggml.token_type": np.ones(len(metadata["tokenizer.ggml.tokens"]), np.int32)
+    }
+    untyped = {name: x for name, x in metadata.items() if name != "tokenizer.ggml.token_type"}
+    found, wanted = (tokenizer_of_metadata(x, "m.gguf") for x in (untyped, typed))
+    assert found == wanted
+
+
 WRONG = {
     "model": ("bert", "tokenizer.ggml.model is 'bert': must be 'gpt2' or 'llama'"),
     "pre": ("qwen9", "tokenizer.ggml.pre is 'qwen9': must be one of gpt-2"),
