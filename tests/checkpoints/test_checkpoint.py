@@ -143,6 +143,14 @@ def test_save_captures_values_at_call_time(tmp_path, monkeypatch):
     assert bits(restore(path, like)) == expected
 
 
+def test_metadata_that_is_no_json_is_rejected_at_once(tmp_path):
+    with (
+        Saver(tmp_path) as saver,
+        pytest.raises(ValueError, match="Out of range float values are not JSON compliant"),
+    ):
+        saver.save(1, {}, {"val_loss": float("nan")})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
 def test_prng_keys_are_restored(tmp_path, implementation):

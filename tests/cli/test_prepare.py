@@ -28,6 +28,7 @@ from transformer_jax.corpus import prepare as preparing  # the function; its mod
 from transformer_jax.corpus.documents import cut_file, read_input
 from transformer_jax.corpus.folder import MANIFEST, PARTS, end_id, prepared_folders, sealed
 from transformer_jax.corpus.prepare import Progress, part_of, token_dtype
+from transformer_jax.tokenizers.special import plain
 from transformer_jax.tokenizers.trained import ByteTokenizer, WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 
@@ -84,6 +85,15 @@ def test_output_bytes_do_not_depend_on_workers_or_chunk_size(text, tmp_path):
     cut = prepare(config(text), tmp_path / "cut", chunk_bytes=97)
     for name in PARTS:
         assert documents(whole, name) == documents(cut, name)
+
+
+def test_tokenizer_is_trained_on_the_training_part(tmp_path):
+    words = [f"word{chr(97 + i)}" for i in range(20)]
+    (tmp_path / "text.txt").write_text("\n".join(words))
+    found = preparing(
+        config(str(tmp_path / "text.txt"), tokenizer="word", val_fraction=0.4), tmp_path / "out"
+    )
+    assert {*plain(found.tokenizer).words} == {x for x in words if part_of(x, 0.4) == "train"}
 
 
 def test_token_files_have_at_most_shard_size(tmp_path):

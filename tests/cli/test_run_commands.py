@@ -10,6 +10,7 @@ import pytest
 
 import transformer_jax as tj
 from transformer_jax.__main__ import main as run_command
+from transformer_jax.loading import load_run
 from transformer_jax.pretrained.load import load_pretrained
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -35,6 +36,7 @@ def test_generate_command_prints_text_from_loaded_model(run, capsys):
     assert run_command(["generate", *argv]) == 0
     wanted = tj.load(run).generate("the cat", 9)
     assert capsys.readouterr().out.rstrip("\n") == ("the cat" + wanted).rstrip("\n")
+    assert load_run(run, "last").step == 4
 
 
 def test_evaluate_command_sums_log_probabilities(run, capsys):

@@ -109,8 +109,11 @@ CASES = [
 
 
 @pytest.mark.slow_except(
-    "Force(tokens=(4, 2, 4))-", "NoRepeatNGram(n=1)-", "RepetitionPenalty(p=1.7, prompt=False)-",
-    "PresencePenalty(a=0.7)-", "FrequencyPenalty(a=0.3)-",
+    "Force(tokens=(4, 2, 4))-",
+    "NoRepeatNGram(n=1)-",
+    "RepetitionPenalty(p=1.7, prompt=False)-",
+    "PresencePenalty(a=0.7)-",
+    "FrequencyPenalty(a=0.3)-",
 )
 @pytest.mark.parametrize(("processor", "rule"), CASES, ids=lambda x: str(x) if hasattr(x, "__dataclass_fields__") else "")  # fmt: skip  # noqa: E501
 def test_logit_processors_match_python_reference(rng, processor, rule):

@@ -23,7 +23,10 @@ TEMPLATE = (
 
 @functools.cache
 def params_of(config):
-    return tj.init_params(config, jax.random.key(3))
+    params = tj.init_params(config, jax.random.key(3))
+    table = params["embed"]["tokens"]
+    # IDs without text would be likely tokens
+    return {**params, "embed": {**params["embed"], "tokens": table.at[258:].multiply(5)}}
 
 
 @functools.cache
