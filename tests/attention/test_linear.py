@@ -548,6 +548,17 @@ def test_gradient_of_several_queries_per_state_in_optimized_program():
         assert_near(x, y, GRADIENT_F32)
 
 
+def test_gradient_program_grows_by_a_constant_for_each_doubling_of_chunks():
+    arrays = [jnp.asarray(x, jnp.float32) for x in draw("delta", 64)]
+
+    def size(chunk_size):
+        loss = lambda *x: delta_rule(*x, chunk_size=chunk_size).sum()  # noqa: E731
+        return str(jax.make_jaxpr(jax.grad(loss, argnums=range(4)))(*arrays)).count("\n")
+
+    small, middle, large = map(size, (16, 32, 64))
+    assert 0 < large - middle <= 1.1 * (middle - small)
+
+
 def test_convolution_gradients_match_finite_differences():
     T, options = 19, {"valid": padded(67)[:, :19], "segments": documents(67)[:, :19]}
     with jax.enable_x64(True):

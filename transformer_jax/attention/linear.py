@@ -655,20 +655,34 @@ def _decayed_products(
     return joined[:, :, :, 0]
 
 
+@jax.custom_jvp
 def _inverse(lower: jax.Array) -> jax.Array:  # [.., C, C]
     """Return the inverse of I + L, where L is the part of `lower` below the diagonal.
 
     The inverse of [[a, 0], [l, b]] is [[a^-1, 0], [-b^-1 l a^-1, b^-1]].
     """
     *lead, C, _ = lower.shape
-    inverse, n = jnp.ones((*lead, C, 1, 1), lower.dtype), 1
-    while n < C:
-        corners = [lower[..., i + n : i + 2 * n, i : i + n] for i in range(0, C, 2 * n)]
+    blocks, corners = lower[:, :, :, None], []  # [.., m, n, n], the m blocks on the diagonal
+    while (n := blocks.shape[-1] // 2) > 0:
+        corners.append(blocks[..., n:, :n])
+        halves = jnp.stack([blocks[..., :n, :n], blocks[..., n:, n:]], axis=-3)
+        blocks = halves.reshape(*lead, C // n, n, n)
+    inverse = jnp.ones_like(blocks)
+    for corner in reversed(corners):
         a, b = inverse[:, :, :, 0::2], inverse[:, :, :, 1::2]
-        product = einsum("...IJ,...JK->...IK", b, jnp.stack(corners, axis=3))
+        product = einsum("...IJ,...JK->...IK", b, corner)
         inverse = _join(inverse, -einsum("...IJ,...JK->...IK", product, a))
-        n *= 2
     return inverse[:, :, :, 0]
+
+
+@_inverse.defjvp
+def _inverse_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # the derivative of each step above would take many times as long to compile
+    inverse = _inverse(*primals)
+    product = einsum("...IJ,...JK->...IK", inverse, jnp.tril(tangents[0], -1))
+    return inverse, -einsum("...IJ,...JK->...IK", product, inverse)
 
 
 def _join(blocks: jax.Array, corner: jax.Array) -> jax.Array:
