@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from jax import export
+from jax.sharding import PartitionSpec
 
 from tests.support.mixers import (
     ERROR,
@@ -78,6 +79,9 @@ CONFIG = ModelConfig(
     ),
 )  # fmt: skip
 ONLY = replace(CONFIG, mixers=("gated_delta",), num_kv_heads=None, attention_gate=False)
+KIMI = replace(CONFIG.gated_delta, decay_rank=4, gate_rank=9, gate_activation="sigmoid")
+CHANNELS = replace(CONFIG, gated_delta=KIMI)
+"""Each channel of a key has its own decay, as in Kimi Delta Attention."""
 HOLES = np.arange(T * ROWS).reshape(ROWS, T) % 5 != 2
 HOLES = np.where(HOLES, np.cumsum(HOLES, axis=1) - 1, -1)
 
@@ -106,7 +110,11 @@ def reference(params, x, valid, segments, config=CONFIG):
                 continue
             if segments[b, t] != document:
                 state, past, document = np.zeros((N, H, HV)), [], segments[b, t]
-            project = lambda name, x=x[b, t]: np.einsum("d,d...->...", x, w[name]["kernel"])  # noqa: E731
+
+            def project(name, x=x[b, t]):
+                x = project(f"{name}_latent", x) if f"{name}_latent" in w else x
+                return np.einsum("d,d...->...", x, w[name]["kernel"])
+
             joined = [project(name).ravel() for name in ("query", "key", "value")]
             past = [*past, np.concatenate(joined)][-W:]
             mixed = sum(conv[W - 1 - i] * one for i, one in enumerate(reversed(past)))
@@ -117,14 +125,16 @@ def reference(params, x, valid, segments, config=CONFIG):
             v, beta = v.reshape(N, HV), sigmoid(project("beta"))
             beta = 2 * beta if config.gated_delta.negative_eigenvalues else beta
             step = np.log1p(np.exp(project("decay") + w["decay_bias"]))
-            state = state * np.exp(-np.exp(w["decay_rate"]) * step)[:, None, None]
+            step = step.reshape(N, -1, 1)  # one number for each head or each channel
+            state = state * np.exp(-np.exp(w["decay_rate"])[:, None, None] * step)
             wrong = v - np.einsum("nhv,nh->nv", state, k)
             state = state + np.einsum("n,nh,nv->nhv", beta, k, wrong)
             y = np.einsum("nhv,nh->nv", state, q) / np.sqrt(H)
             eps = config.gated_delta.norm_eps or config.norm_eps
             y = y / np.sqrt((y * y).mean(axis=1, keepdims=True) + eps) * w["head_scale"]
             gate = project("gate")
-            out[b, t] = np.einsum("nv,nvd->d", y * gate * sigmoid(gate), w["out"]["kernel"])
+            gate = sigmoid(gate) * (gate if config.gated_delta.gate_activation == "silu" else 1)
+            out[b, t] = np.einsum("nv,nvd->d", y * gate, w["out"]["kernel"])
         states.append(state)
     return out, np.stack(states)
 
@@ -142,8 +152,15 @@ def test_layer_equals_recurrence_in_float64(rng, positions):
     assert_near(np.asarray(got)[real], want[real], 5 * FORWARD_F32)
 
 
-def test_strong_writes_and_their_own_epsilon_equal_recurrence(rng):
-    sizes = replace(CONFIG.gated_delta, negative_eigenvalues=True, norm_eps=0.1)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(negative_eigenvalues=True, norm_eps=0.1),
+        dict(decay_rank=4), dict(gate_rank=9), dict(gate_activation="sigmoid"),
+    ],
+)  # fmt: skip
+def test_options_equal_recurrence(rng, changes):
+    sizes = replace(CONFIG.gated_delta, **changes)
     config = replace(CONFIG, gated_delta=sizes)
     layer, x = GatedDeltaNet(config), rng.normal(size=(ROWS, T, 24)).astype(np.float32)
     params = layer.init({"params": jax.random.key(1)}, x)["params"]
@@ -183,9 +200,12 @@ def test_captured_state_equals_recurrence(params, rng):
 
 
 @pytest.mark.slow
-def test_gradients_of_all_parameters_are_finite_and_not_zero(params):
+@pytest.mark.parametrize("config", [CONFIG, CHANNELS], ids=["hybrid", "kimi"])
+def test_gradients_of_all_parameters_are_finite_and_not_zero(config):
+    params = init_params(config, jax.random.key(7))
+
     def loss(params):
-        logits = build(CONFIG).apply({"params": params}, TOKENS, positions=jnp.asarray(RIGHT))[0]
+        logits = build(config).apply({"params": params}, TOKENS, positions=jnp.asarray(RIGHT))[0]
         return jnp.where(jnp.asarray(RIGHT >= 0)[..., None], logits, 0).std()
 
     grads = jax.jit(jax.grad(loss))(params)
@@ -210,7 +230,7 @@ def test_recomputation_does_not_change_gradients(params, remat):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", [LEFT, RIGHT, HOLES], ids=["left", "right", "holes"])
-@pytest.mark.parametrize("config", [CONFIG, ONLY], ids=["hybrid", "states only"])
+@pytest.mark.parametrize("config", [CONFIG, ONLY, CHANNELS], ids=["hybrid", "states only", "kimi"])
 def test_padding_changes_no_logits(config, positions):
     params = init_params(config, jax.random.key(7))
     got = np.asarray(logits_of(config, params, TOKENS, positions=jnp.asarray(positions)))
@@ -235,7 +255,7 @@ def test_packed_documents_equal_separate_rows(params):
 
 
 @pytest.mark.slow_except("5-hybrid")
-@pytest.mark.parametrize("config", [CONFIG, ONLY], ids=["hybrid", "states only"])
+@pytest.mark.parametrize("config", [CONFIG, ONLY, CHANNELS], ids=["hybrid", "states only", "kimi"])
 @pytest.mark.parametrize("chunk", [1, 5, T])
 def test_cached_logits_equal_full_pass(config, chunk):
     params = init_params(config, jax.random.key(7))
@@ -295,7 +315,7 @@ def test_rows_of_a_cache_are_forked_gathered_selected_and_reset(params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, ONLY], ids=["hybrid", "states only"])
+@pytest.mark.parametrize("config", [CONFIG, ONLY, CHANNELS], ids=["hybrid", "states only", "kimi"])
 def test_ragged_prompts_generate_the_tokens_of_the_full_pass(config):
     params = init_params(config, jax.random.key(7))
     out = generate(
@@ -482,6 +502,9 @@ def test_kernels_of_states_are_split_over_devices(module):
     sizes, shape = dict(fsdp=2, tensor=2), (24, 4, 8) if module in ("gate", "value") else (24, 4)
     names = "decoder", "block_0", "gated_delta", module, "kernel"
     assert parameter_spec(names, shape, sizes)[:2] == ("fsdp", "tensor")
+    latent = "decoder", "block_0", "gated_delta", f"{module}_latent", "kernel"
+    if module in ("gate", "decay"):
+        assert parameter_spec(latent, (24, 8), sizes) == PartitionSpec("fsdp", None)
     gate = "decoder", "block_2", "attention", "gate", "kernel"
     assert parameter_spec(gate, (24, 4, 6), sizes)[:2] == ("fsdp", "tensor")
 
@@ -511,14 +534,15 @@ def test_pattern_repeats_over_the_layers():
 
 
 @pytest.mark.slow
-def test_captures_are_the_values_that_edits_replace(params):
-    model = build(CONFIG)
-    names = [n for n in places(CONFIG) if n.startswith("block_1/gated_delta") and "state" not in n]
+@pytest.mark.parametrize("config", [CONFIG, CHANNELS], ids=["hybrid", "kimi"])
+def test_captures_are_the_values_that_edits_replace(config):
+    model, params = build(config), init_params(config, jax.random.key(7))
+    names = [n for n in places(config) if n.startswith("block_1/gated_delta") and "state" not in n]
     want, _, found = model.apply({"params": params}, TOKENS, capture=names)
     assert len(names) == 8
     for name in names:
         assert found[name].shape == tuple(
-            dict(B=ROWS, T=T).get(size, size) for size in places(CONFIG)[name]
+            dict(B=ROWS, T=T).get(size, size) for size in places(config)[name]
         )
         same = model.edited({name: lambda x, name=name: found[name]})
         assert_near(same.apply({"params": params}, TOKENS)[0], want, FORWARD_F32)
@@ -539,22 +563,26 @@ def test_edit_does_not_depend_on_the_split_into_calls(params):
 
 
 @pytest.mark.slow
-def test_adapters_change_and_merge_like_dense_kernels(params):
+@pytest.mark.parametrize("config", [CONFIG, CHANNELS], ids=["hybrid", "kimi"])
+def test_adapters_change_and_merge_like_dense_kernels(config):
+    params = init_params(config, jax.random.key(7))
     lora = LoraConfig(rank=2, targets="all-linear")
     adapters = init_lora(params, lora, jax.random.key(2))
     adapters = jax.tree.map(lambda x: x + 0.1, adapters)
-    names = adapters["decoder"]["block_0"]["gated_delta"].keys()
+    names = {n for n in adapters["decoder"]["block_0"]["gated_delta"] if "latent" not in n}
     assert names == {"query", "key", "value", "gate", "beta", "decay", "out"}
     assert adapters["decoder"]["block_2"]["attention"].keys() == {*names} - {"beta", "decay"}
-    got = logits_of(CONFIG, with_adapters(params, adapters, lora), TOKENS)
-    merged = logits_of(CONFIG, apply_lora(params, adapters, lora), TOKENS)
+    got = logits_of(config, with_adapters(params, adapters, lora), TOKENS)
+    merged = logits_of(config, apply_lora(params, adapters, lora), TOKENS)
     assert_near(got, merged, 5 * ERROR)
-    assert np.abs(got - logits_of(CONFIG, params, TOKENS)).max() > 0.1
+    assert np.abs(got - logits_of(config, params, TOKENS)).max() > 0.1
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("config", [CONFIG, CHANNELS], ids=["hybrid", "kimi"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantized_kernels_equal_dequantized_ones(params, kind):
+def test_quantized_kernels_equal_dequantized_ones(config, kind):
+    params = init_params(config, jax.random.key(7))
     small = quantize(params, kind)
     block = small["decoder"]["block_0"]["gated_delta"]
     assert all(hasattr(block[name]["kernel"], "bits") for name in ("query", "gate", "out"))
@@ -563,8 +591,8 @@ def test_quantized_kernels_equal_dequantized_ones(params, kind):
     dense = jax.tree.map(
         lambda x: x.astype(jnp.float32), small, is_leaf=lambda x: hasattr(x, "bits")
     )
-    got = logits_of(CONFIG, small, TOKENS)
-    assert_near(got, logits_of(CONFIG, dense, TOKENS), 5 * ERROR)
+    got = logits_of(config, small, TOKENS)
+    assert_near(got, logits_of(config, dense, TOKENS), 5 * ERROR)
 
 
 def test_counts_of_parameters_and_operations():
@@ -581,6 +609,10 @@ def test_counts_of_parameters_and_operations():
     assert forward_flops(CONFIG, T) == forward
     # all products but those with the token vectors, which are looked up, have two gradients
     assert training_flops(CONFIG, T) == 3 * forward
+    more = (4 * N * H - D * N + D * 4) + (9 * N * HV - D * N * HV + D * 9)
+    assert num_params(CHANNELS) == num_params(CONFIG) + 2 * (more + N * H - N)
+    assert forward_flops(CHANNELS, T) == forward + 2 * 2 * more * T
+    assert training_flops(CHANNELS, T) == 3 * forward_flops(CHANNELS, T)
 
 
 def test_only_adapters_of_states_are_trained():
@@ -614,7 +646,7 @@ def test_exported_decoder_has_a_state_for_any_prompt_length(params, tmp_path):
 
 @pytest.mark.parametrize("depth", [3, 5])
 def test_shapes_of_a_pattern_are_those_of_its_parameters(depth):
-    config = replace(CONFIG, num_layers=depth)
+    config = replace(CHANNELS, num_layers=depth)
     want = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     assert parameter_shapes(config) == flatten_dict(want, sep="/")
 

@@ -314,6 +314,14 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         | dict(head_dim=...)), (), SMALL_DEEPSEEK | dict(num_layers=4, experts=Experts(count=256,
         top_k=8, d_ff=2048, shared_d_ff=2048, dense_layers=3, groups=8, top_groups=4, group_best=2,
         score="sigmoid", selection_bias=True, scale=2.5, balance_loss=0.001))),
+    "kimi_linear": (small(model_type="kimi_linear", num_hidden_layers=6, **NO_DEFAULT
+        | dict(head_dim=...)), (), SMALL_DEEPSEEK | dict(positions=None, num_layers=6,
+        mixers=("gated_delta",) * 4 + ("latent_attention",), norm_eps=1e-5,
+        latent_attention=LatentAttention(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+        gated_delta=GatedDelta(num_key_heads=32, num_value_heads=32, key_dim=128, value_dim=128,
+        decay_rank=128, gate_rank=128, gate_activation="sigmoid"),
+        experts=Experts(count=256, top_k=8, d_ff=1024, shared_d_ff=1024, dense_layers=1,
+        score="sigmoid", selection_bias=True, scale=2.446, balance_loss=0.0))),
     "gpt_oss": (small(model_type="gpt_oss", rope_scaling=dict(rope_type="default"), **NO_DEFAULT
         | dict(head_dim=...)), (), SMALL_LLAMA | dict(num_kv_heads=8, head_dim=64, norm_eps=1e-5,
         positions=Rope(base=150_000.0), window=(128, None), attention_sinks=True, use_bias=True,
@@ -644,7 +652,7 @@ def test_max_position_embeddings_is_written_as_scaled_length(factor, trained):
         (small(attention_bias=0), "attention_bias is 0: must be true or false"),
         (small(head_dim=3), "head_dim"),
         (small(model_type="mamba"), "model_type is 'mamba': must be one of gpt2, llama"),
-        (small(model_type="kimi_k2"), "model_type is 'kimi_k2': only deepseek_v2 and deepseek_v3"),
+        (small(model_type="kimi_k2"), "model_type is 'kimi_k2': of the models with latent att"),
         (small(model_type="deberta-v2"),
          "model_type is 'deberta-v2': this library does not implement its disentangled attention"),
         (small(model_type="gemma3_text", rope_parameters=dict(rope_type="default")),

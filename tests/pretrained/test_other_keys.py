@@ -24,6 +24,7 @@ SIZES = {
         ("deepseek_v2", "deepseek_v3"),
         LLAMA | dict(num_key_value_heads=4, first_k_dense_replace=1, num_experts_per_tok=2),
     ),
+    "kimi_linear": LLAMA | MIXED | dict(num_key_value_heads=4),
     "persimmon": {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"},
 }  # fmt: skip
 """Required keys per family; other families have defaults, or need only those of Llama."""
@@ -31,6 +32,9 @@ DEFAULTED = (
     "gpt2 gptj bloom opt falcon gpt_neox bert roberta xlm-roberta camembert mpnet distilbert "
     "electra albert modernbert nomic_bert t5 mt5 bart mbart pegasus m2m_100 marian"
 ).split()
+
+
+KDA = dict(kda_layers=[1], full_attn_layers=[2], num_heads=3, head_dim=6, short_conv_kernel_size=2)
 
 
 def plain(family):
@@ -59,6 +63,10 @@ PUBLISHED = {
     "DeepSeek-V3": ("deepseek_v3", dict(ep_size=1, moe_layer_freq=1, num_nextn_predict_layers=1,
         scoring_func="sigmoid", topk_method="noaux_tc", attention_bias=False,
         auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})),
+    "Kimi-Linear-48B-A3B": ("kimi_linear", dict(head_dim=72, mla_use_nope=True, moe_layer_freq=1,
+        moe_router_activation_func="sigmoid", num_nextn_predict_layers=0, rope_scaling=None,
+        rope_theta=10000.0, use_grouped_topk=True,
+        auto_map={"AutoConfig": "configuration_kimi.KimiLinearConfig"})),
     "Qwen3-Next": ("qwen3_next", dict(decoder_sparse_step=1, mlp_only_layers=[],
         output_router_logits=False, use_sliding_window=False)),
     "Qwen3.5": ("qwen3_5_text", dict(attn_output_gate=True, mamba_ssm_dtype="float32",
@@ -111,6 +119,8 @@ def test_keys_common_to_all_models_have_no_effect(family):
         "use_cache": False, "task_specific_params": {}, "head_room": None, "auto_map": None,
         "tie_encoder_decoder": False, "add_cross_attention": None, "pruned_heads": {},
     }  # fmt: skip
+    if "model_max_length" in aliases(family).values():
+        del keys["model_max_length"]
     assert read(family, **keys) == read(family)
 
 
@@ -150,7 +160,7 @@ def test_keys_common_to_all_models_have_no_effect(family):
          "partial_rotary_factor is 0.5: must be 1, because qk_rope_head_dim"),
         ("deepseek_v3", dict(rope_parameters=dict(partial_rotary_factor=0.5)),
          "partial_rotary_factor is 0.5: must be 1, because qk_rope_head_dim"),
-        ("deepseek_v3", dict(n_group=7), "n_group is 7: must divide n_routed_experts, 256, into"),
+        ("deepseek_v3", dict(n_group=7), "n_group is 7: must divide the number of experts, 256, i"),
         ("deepseek_v3", dict(n_group=256), "n_group is 256: must divide .* groups of at least 2"),
         ("deepseek_v3", dict(topk_group=9), "topk_group is 9: must be at most n_group, 8"),
         ("deepseek_v3", dict(topk_group=1, num_experts_per_tok=33),
@@ -160,6 +170,21 @@ def test_keys_common_to_all_models_have_no_effect(family):
         ("olmo_hybrid", dict(rope_theta=None, rope_scaling=dict(type="linear", factor=2.0),
          rope_parameters=dict(rope_theta=1e4)), "rope_scaling is .*: must be absent"),
         ("apertus", dict(rope_theta=1e4), "rope_theta is 10000.0: needs rope_parameters or"),
+        ("kimi_linear", dict(tie_word_embeddings=True), "tie_word_embeddings is True: must be Fal"),
+        ("kimi_linear", dict(mla_use_nope=False), "mla_use_nope is False: must be True"),
+        ("kimi_linear", dict(hidden_act="gelu"), "hidden_act is 'gelu': must be 'silu', because"),
+        ("kimi_linear", dict(layer_types=["full_attention"] * 2), "must contain linear_attention"),
+        ("kimi_linear", dict(mlp_layer_types=["sparse", "dense"]), "first 'dense', then 'sparse'"),
+        ("kimi_linear", dict(mlp_layer_types=["dense"] * 2, first_k_dense_replace=1),
+         "first_k_dense_replace is 1: must agree with mlp_layer_types"),
+        ("kimi_linear", dict(num_expert_group=7), "num_expert_group is 7: must divide the number"),
+        ("kimi_linear", dict(linear_attn_config=dict(KDA)), "must be absent, because layer_types"),
+        ("kimi_linear", dict(layer_types=None, linear_attn_config=KDA | dict(kda_layers=[1, 2])),
+         r"linear_attn_config: full_attn_layers is \[2\]: must be a list of numbers from 1"),
+        ("kimi_linear", dict(layer_types=None, linear_attn_config=KDA | dict(kda_layers=[])),
+         r"full_attn_layers is \[2\]: or kda_layers must contain 1"),
+        ("kimi_linear", dict(layer_types=None, linear_attn_config=KDA | dict(scale=2)),
+         "linear_attn_config: scale is 2: this key is not"),
         ("deepseek_v2", dict(norm_topk_prob=True), "norm_topk_prob is True: must be False"),
         ("exaone4", dict(sliding_window=None, layer_types=["sliding_attention", "full_attention"]),
          "sliding_window is None: must be a number, because layer_types has windows"),
@@ -190,6 +215,14 @@ def test_keys_with_effect_are_rejected_by_name(family, keys, message):
 def test_alternative_key_names_are_accepted():
     assert read("gpt2", hidden_size=48, num_attention_heads=4) == read("gpt2", n_embd=48, n_head=4)
     assert read("t5", head_dim=32, d_kv=32) == read("t5", d_kv=32)
+
+
+def test_layers_of_kimi_linear_are_read_from_lists_or_types():
+    flat = dict(linear_num_heads=3, linear_head_dim=6, linear_conv_kernel_dim=2)
+    found = read("kimi_linear", layer_types=None, linear_attn_config=KDA)
+    assert found == read("kimi_linear", **flat)
+    assert found.gated_delta.num_key_heads == 3 and found.gated_delta.conv_width == 2
+    assert found.mixers == ("gated_delta", "latent_attention")
 
 
 def test_olmo_hybrid_ignores_the_interval_of_full_attention():

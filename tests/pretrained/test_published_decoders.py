@@ -127,6 +127,15 @@ def deepseek(version: int, **changes: Any) -> Case:
     return case(f"DeepseekV{version}", **sizes | changes)
 
 
+def kimi(**changes: Any) -> Case:
+    """Return a Kimi Linear whose widths all differ."""
+    sizes = dict(num_key_value_heads=4, kv_lora_rank=14, qk_nope_head_dim=6, qk_rope_head_dim=8)
+    sizes |= dict(v_head_dim=5, num_local_experts=8, num_experts_per_tok=3, n_shared_experts=2)
+    sizes |= dict(moe_intermediate_size=12, linear_num_heads=3, linear_head_dim=16)
+    layers = ["linear_attention", "full_attention"]
+    return case("KimiLinear", **sizes | dict(layer_types=layers) | OLMO | changes)
+
+
 def rope(kind: str, trained: int | None = None, /, **parameters: Any) -> Case:
     """Return a Llama with a RoPE scaling."""
     parameters |= dict(rope_type=kind, rope_theta=10_000.0)
@@ -419,6 +428,13 @@ CASES = {
         "Phi", tie_word_embeddings=True, layer_norm_eps=1e-2,
         rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=1.0),
     ),
+    "kimi": kimi(),
+    "kimi, groups": kimi(
+        num_hidden_layers=3, layer_types=["full_attention", *MIXED[::2]], linear_num_heads=2,
+        linear_head_dim=10, linear_conv_kernel_dim=3, q_lora_rank=11, n_group=4, topk_group=2,
+        norm_topk_prob=False, n_shared_experts=1, rms_norm_eps=1e-2,
+        mlp_layer_types=["dense", "dense", "sparse"],
+    ),
     "deepseek2": deepseek(2, q_lora_rank=None, first_k_dense_replace=1, num_hidden_layers=3),
     "deepseek2, groups": deepseek(
         2, n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=1.7,
@@ -461,7 +477,7 @@ SLOW = (
     "granite", "smollm3", "cohere", "falcon", "neox", "gptj", "phi", "olmo", "starcoder2",
     "stablelm", "opt", "bloom", "glm", "ernie", "seed", "helium", "exaone4",
     "arcee", "nemotron", "persimmon", "hunyuan", "apertus", "qwen3 next, ", "qwen3.5, ",
-    "deepseek",
+    "deepseek", "kimi",
 )  # fmt: skip
 
 
@@ -471,7 +487,7 @@ ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "falcon", "starcoder2"
 ONE_OF_EACH += "opt", "bloom", "glm", "glm4", "ernie", "seed", "helium", "exaone4"
 ONE_OF_EACH += "arcee", "nemotron", "persimmon", "hunyuan", "apertus", "qwen3.5", "olmo hybrid"
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss", "qwen3 next"
-WITH_EXPERTS += "deepseek2", "deepseek2, groups", "deepseek3"
+WITH_EXPERTS += "deepseek2", "deepseek2, groups", "deepseek3", "kimi"
 """In memory, transformers has one tensor for all experts of a block, so their gradients are
 compared only with formulas (tests/models/test_experts.py)."""
 
@@ -519,7 +535,7 @@ def assert_same_views(captured: dict[str, Any], want: Any, real: np.ndarray) -> 
     assert np.abs(actual - weights)[rows, :, :, at].max() <= 2e-5
 
 
-WITHOUT_ROPE = "gpt2", "gptj", "opt", "bloom", "exaone4, no r", "olmo hybrid, no r"
+WITHOUT_ROPE = "gpt2", "gptj", "opt", "bloom", "exaone4, no r", "olmo hybrid, no r", "kimi"
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(WITHOUT_ROPE)])

@@ -6,6 +6,7 @@ test_published_decoders.py compares their logits, texts and gradients.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -47,7 +48,8 @@ from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
 
 AUTO = transformers.AutoModelForCausalLM
-NAMES = [name for name in CASES if name.startswith(("qwen3 next", "qwen3.5", "olmo hybrid"))]
+HYBRIDS = "qwen3 next", "qwen3.5", "olmo hybrid", "kimi"
+NAMES = [name for name in CASES if name.startswith(HYBRIDS)]
 SELDOM = [name for name in NAMES if "," in name]
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -210,8 +212,45 @@ def test_olmo_hybrid_saved_by_transformers_loads_if_its_parts_are_equal(tmp_path
         load_pretrained(tmp_path / "unequal")
 
 
+def test_kimi_linear_saved_by_transformers_loads_with_other_names(tmp_path, folders):
+    """Its class saves the matrices of the first layer as if they belonged to experts."""
+    model = CASES["kimi"].create()
+    model.save_pretrained(tmp_path / "theirs")
+    names = load_file(tmp_path / "theirs/model.safetensors").keys()
+    assert "model.layers.0.block_sparse_moe.up_proj.weight" in names
+    config, params = load_pretrained(saved(model, tmp_path / "published"))
+    got = load_pretrained(tmp_path / "theirs")
+    assert got[0] == config
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), got[1], params))
+
+
+def held_out_kimi(seed: int) -> Case:
+    """Draw a configuration of Kimi Linear."""
+    rng = np.random.default_rng(seed)
+    one = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    layers, groups = int(rng.integers(2, 6)), one(1, 2)
+    kinds = [*rng.permutation(["linear_attention", "full_attention"])]
+    kinds += [one("linear_attention", "full_attention") for _ in range(layers - 2)]
+    count, heads = groups * int(rng.integers(2, 4)), one(2, 3, 4)
+    first = int(rng.integers(0, layers))
+    changes = dict(
+        hidden_size=one(24, 32, 36), num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=heads, layer_types=[str(kind) for kind in kinds],
+        linear_num_heads=int(rng.integers(1, 5)), linear_head_dim=int(rng.integers(8, 21)),
+        linear_conv_kernel_dim=int(rng.integers(2, 6)), q_lora_rank=one(None, 9),
+        kv_lora_rank=int(rng.integers(8, 17)), qk_nope_head_dim=int(rng.integers(4, 13)),
+        qk_rope_head_dim=one(4, 6, 8), v_head_dim=int(rng.integers(4, 13)),
+        num_local_experts=count, num_experts_per_tok=int(rng.integers(1, count // groups + 1)),
+        n_group=groups, topk_group=int(rng.integers(1, groups + 1)), n_shared_experts=one(1, 2),
+        moe_intermediate_size=one(8, 12), norm_topk_prob=one(False, True),
+        routed_scaling_factor=one(1.0, 2.446), rms_norm_eps=one(1e-6, 1e-4),
+        mlp_layer_types=["dense"] * first + ["sparse"] * (layers - first),
+    )  # fmt: skip
+    return replace(CASES["kimi"], changes=CASES["kimi"].changes | changes)
+
+
 def held_out(seed: int) -> Case:
-    """Draw a configuration of one of the three families."""
+    """Draw a configuration of one of the other three families."""
     rng = np.random.default_rng(seed)
     one = lambda *values: values[rng.integers(len(values))]  # noqa: E731
     name = ("Qwen3Next", "Qwen3_5", "OlmoHybrid")[seed % 3]
@@ -257,8 +296,9 @@ def held_out(seed: int) -> Case:
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=pytest.mark.slow if seed > 2 else ()) for seed in range(15)]
 )
-def test_held_out_configurations_match_transformers(seed, rng, tmp_path):
-    folder = saved(randomised(held_out(seed).create(), seed), tmp_path / "m")
+@pytest.mark.parametrize("draw", [held_out, held_out_kimi])
+def test_held_out_configurations_match_transformers(draw, seed, rng, tmp_path):
+    folder = saved(randomised(draw(seed).create(), seed), tmp_path / "m")
     ids = tokens(rng, VOCAB, 2, 150)
     config, params = load_pretrained(folder)
     with torch.no_grad():

@@ -100,6 +100,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": LLAMA | STATES | dict(rope_theta=None),
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
+    "kimi_linear": {n: v for n, v in DEEPSEEK.items() if n != "n_routed_experts"} | dict(
+        layer_types=["linear_attention", "full_attention"], num_local_experts=4, linear_num_heads=3,
+        linear_head_dim=8,
+    ),
     "distilbert": dict(dim=32, n_layers=2, n_heads=4, hidden_dim=44, max_position_embeddings=48),
     "albert": BERT | dict(embedding_size=12),
     "electra": BERT | dict(embedding_size=12),
@@ -244,6 +248,10 @@ def test_saved_tokenizer_produces_same_ids_in_transformers(family, tmp_path):
         assert [theirs.decode(ids) for ids in got] == [*TEXTS]
 
 
+KIMI_DELTA = GatedDelta(
+    num_key_heads=2, num_value_heads=2, key_dim=6, value_dim=6, decay_rank=6, gate_rank=6,
+    gate_activation="sigmoid",
+)  # fmt: skip
 EXPERTS_OF_V2 = Experts(
     count=6, top_k=2, d_ff=20, shared_d_ff=40, dense_layers=1, groups=3, top_groups=2,
     normalize=False, balance_loss=0.001,
@@ -361,6 +369,13 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "deepseek_v3": [dict(positions=Rope(pairing="half")), dict(attention_sinks=True),
         dict(positions=Rope(pairing="interleaved", **STRETCHED), attention_scale=0.5),
         dict(experts=EXPERTS_OF_V2), dict(norm_eps=0.1), dict(mixers=None, latent_attention=None)],
+    "kimi_linear": [dict(positions=Rope()), dict(mixers=("latent_attention", "gated_delta")),
+        dict(gated_delta=GatedDelta()), dict(gated_delta=KIMI_DELTA),
+        dict(gated_delta=dataclasses.replace(KIMI_DELTA, gate_activation="silu")),
+        dict(gated_delta=dataclasses.replace(KIMI_DELTA, gate_rank=None)),
+        dict(gated_delta=dataclasses.replace(KIMI_DELTA, decay_rank=5)),
+        dict(gated_delta=dataclasses.replace(KIMI_DELTA, value_dim=7)),
+        dict(experts=EXPERTS_OF_V2), dict(norm_eps=0.1), dict(tie_embeddings=True)],
 }  # fmt: skip
 
 

@@ -53,6 +53,11 @@ def saved(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     if model.config.model_type == "olmo_hybrid":
         rename_as_published(folder, model.config)
+    if model.config.model_type == "kimi_linear":
+        tensors = load_file(folder / "model.safetensors")  # also see the family's old_suffixes
+        dense = r"block_sparse_moe\.(gate_proj|up_proj|down_proj)\."
+        tensors = {re.sub(dense, r"mlp.\1.", name): x for name, x in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -28,6 +28,13 @@ class GatedDelta:
     """Width of each value head."""
     conv_width: Size = 4
     """Number of tokens in the window of the short convolution (W)."""
+    decay_rank: Size | None = None
+    """Inner width of two projections that return one decay per channel of each key, as in Kimi
+    Delta Attention (Kimi Team 2025). None projects to one decay per head."""
+    gate_rank: Size | None = None
+    """Inner width of two projections to the gate of the heads. None uses one projection."""
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
+    """Function that is applied to the gate of the heads."""
     negative_eigenvalues: bool = False
     """Let beta range from 0 to 2 instead of 1, so that a write can reverse the sign of the value
     that the state has for a key (OLMo Hybrid)."""

@@ -173,8 +173,10 @@ def _place(name: str, config: ModelConfig) -> _Place:
         shared = config.norm_order == "parallel_shared"
         return (block, "" if shared else branch, 9 if after else 0)
     first = {"query", "key", "value", "up", "gate", "router", "shared_gate"}
-    first |= {"query_conv", "key_conv", "value_conv"}
-    first |= {"beta", "decay", "decay_rate", "decay_bias", "head_scale"}
+    if "gated_delta" in rest and (sizes := config.gated_delta) is not None:
+        ranks = {"decay": sizes.decay_rank, "gate": sizes.gate_rank}
+        late = {name for name, rank in ranks.items() if rank is not None}
+        return (block, branch, 3 if "out" in rest else 2 if late & {*rest} else 1)
     if "latent_attention" in rest:
         latent, second = config.latent_attention, {"key", "value"}
         second |= {"query"} if latent is not None and latent.query_rank else set()

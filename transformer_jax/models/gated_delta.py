@@ -36,7 +36,9 @@ class GatedDeltaNet(Module):
         out = W_o (norm(gated_delta_rule(q, k, v, decay, beta)) silu(W_z x))
 
     The parameters are named query, key, value (W_q, W_k, W_v), beta (W_b), decay (W_a), gate (W_z)
-    and out (W_o). Padding leaves the state and the convolution unchanged.
+    and out (W_o). With `decay_rank` (Kimi Team 2025, Kimi Linear), each channel of a key has its
+    own decay, and W_a is the product of decay and decay_latent. With `gate_rank`, W_z is that of
+    gate and gate_latent. Padding leaves the state and the convolution unchanged.
     """
 
     config: ModelConfig
@@ -50,7 +52,12 @@ class GatedDeltaNet(Module):
         heads, values = sizes.num_key_heads, sizes.num_value_heads
         self.query, self.key = linear((heads, sizes.key_dim)), linear((heads, sizes.key_dim))
         self.value, self.gate = (linear((values, sizes.value_dim)) for _ in range(2))
-        self.beta, self.decay = linear((values,)), linear((values,))
+        decays = (values,) if sizes.decay_rank is None else (values, sizes.key_dim)
+        self.beta, self.decay = linear((values,)), linear(decays)
+        if sizes.decay_rank is not None:
+            self.decay_latent = linear((sizes.decay_rank,))
+        if sizes.gate_rank is not None:
+            self.gate_latent = linear((sizes.gate_rank,))
         self.out = linear((cfg.d_model,), 2, std=branch_std(cfg, self.depth))
         # a window of W tokens keeps the variance of its inputs
         fan_in = nn.initializers.normal(sizes.conv_width**-0.5)
@@ -61,7 +68,7 @@ class GatedDeltaNet(Module):
         ):
             setattr(self, name, parameter(self, name, fan_in, (sizes.conv_width, width)))
         self.decay_rate = parameter(self, "decay_rate", _decay_rates, (values,))
-        self.decay_bias = parameter(self, "decay_bias", _decay_biases, (values,))
+        self.decay_bias = parameter(self, "decay_bias", _decay_biases, decays)
         ones = nn.initializers.ones
         self.head_scale = parameter(self, "head_scale", ones, (sizes.value_dim,))
         refuse_surplus(self)
@@ -95,7 +102,8 @@ class GatedDeltaNet(Module):
         q, k, v = by_compiler(separate, [mixed], tuple(map(split, projected)))
         beta = jax.nn.sigmoid(self.beta(x, dropout_key).astype(F32))
         beta = 2 * beta if sizes.negative_eigenvalues else beta
-        steps = self.decay(x, dropout_key)
+        low = x if sizes.decay_rank is None else self.decay_latent(x, dropout_key)
+        steps = self.decay(low, dropout_key)
         decay = by_compiler(_decays, [steps, self.decay_bias, self.decay_rate], split(steps))
         named: Any = dict(query=q, key=k, value=v, decay=decay, beta=beta)
         named = {name: visit(f"gated_delta/{name}", y) for name, y in named.items()}
@@ -106,8 +114,10 @@ class GatedDeltaNet(Module):
         visit("gated_delta/state", state)
         eps = cfg.norm_eps if sizes.norm_eps is None else sizes.norm_eps
         heads = norm(heads, self.head_scale.astype(F32), None, eps, centred=False)
-        gate = lambda heads, z: heads * jax.nn.silu(z.astype(F32))  # noqa: E731
-        heads = by_compiler(gate, [heads, self.gate(x, dropout_key)], split(heads))
+        low = x if sizes.gate_rank is None else self.gate_latent(x, dropout_key)
+        activation = jax.nn.silu if sizes.gate_activation == "silu" else jax.nn.sigmoid
+        gate = lambda heads, z: heads * activation(z.astype(F32))  # noqa: E731
+        heads = by_compiler(gate, [heads, self.gate(low, dropout_key)], split(heads))
         heads = visit("gated_delta/heads", heads.astype(x.dtype))
         y = visit("gated_delta/output", self.out(heads, dropout_key))
         if cache is None:
@@ -132,12 +142,13 @@ def _separated(x: jax.Array, shapes: list[tuple[int, ...]]) -> tuple[jax.Array, 
 
 
 def _decays(
-    x: jax.Array,  # [B, T, N]
-    bias: jax.Array,  # [N]
+    x: jax.Array,  # [B, T, N] or [B, T, N, H]
+    bias: jax.Array,  # [N] or [N, H]
     rate: jax.Array,  # [N]
-) -> jax.Array:  # f32[B, T, N]
+) -> jax.Array:  # f32[B, T, N] or f32[B, T, N, H]
     steps = jax.nn.softplus(x.astype(F32) + bias[None, None].astype(F32))
-    return -jnp.exp(rate[None, None].astype(F32)) * steps
+    rates = rate.reshape(1, 1, -1, *(1,) * (x.ndim - 3))
+    return -jnp.exp(rates.astype(F32)) * steps
 
 
 def _decay_rates(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:

@@ -157,7 +157,7 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
             "query": keys,
             "key": keys,
             "value": values,
-            "decay": values[:3],
+            "decay": values[:3] if sizes.decay_rank is None else (*values[:3], sizes.key_dim),
             "beta": values[:3],
             "state": ("B", sizes.num_value_heads, sizes.key_dim, sizes.value_dim),
             "heads": values,

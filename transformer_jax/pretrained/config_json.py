@@ -29,7 +29,9 @@ OVERRIDABLE_FIELDS = frozenset(
 UNSUPPORTED_HEADS = ("ForMultipleChoice",)
 """Suffixes of `architectures` whose tensor names can conflict with those of a supported head."""
 
-_LATENT = "only deepseek_v2 and deepseek_v3 are supported of the models with latent attention"
+_LATENT = (
+    "of the models with latent attention, deepseek_v2, deepseek_v3 and kimi_linear are supported"
+)
 WITHOUT_PARTS = dict.fromkeys(("deepseek_v32", "kimi_k2", "minicpm3"), _LATENT) | dict.fromkeys(
     ("deberta", "deberta-v2"), "this library does not implement its disentangled attention"
 )

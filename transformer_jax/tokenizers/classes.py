@@ -141,7 +141,7 @@ OF_MODEL_TYPE: Mapping[str, str] = {
     "marian": "Marian",
     **dict.fromkeys(
         "mistral mixtral phi3 granite stablelm olmo2 olmo3 modernbert glm glm4 ernie4_5 "
-        "nemotron persimmon olmo_hybrid".split(),
+        "nemotron persimmon olmo_hybrid kimi_linear".split(),
         "TokenizersBackend",
     ),
     **dict.fromkeys(

@@ -45,6 +45,8 @@ _KERNELS: dict[str, tuple[str | None, ...]] = {
     "query_latent": ("fsdp", None),
     "latent": ("fsdp", None),
     "rotated_key": ("fsdp", None),
+    "decay_latent": ("fsdp", None),
+    "gate_latent": ("fsdp", None),
     "up": ("fsdp", "tensor"),
     "gate": ("fsdp", "tensor"),
     "down": ("tensor", "fsdp"),

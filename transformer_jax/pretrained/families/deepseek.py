@@ -10,45 +10,40 @@ from transformer_jax.config import Experts, LatentAttention, ModelConfig
 from transformer_jax.pretrained.families import decoder_keys as d
 from transformer_jax.pretrained.families import keys as k
 from transformer_jax.pretrained.families import table as t
+from transformer_jax.pretrained.families.experts import expert_mappings
 from transformer_jax.pretrained.families.llama import llama_family
 from transformer_jax.untrusted_files import MISSING, JsonObject
 
 # Tensors
 
 
-def _table(config: ModelConfig) -> list[t.TensorMapping]:
-    block, sizes = "model.layers.{i}", config.latent_attention or LatentAttention()
-    module, names = f"{block}.self_attn", ("gate", "up", "down")
-    linear = partial(t.linear, bias=False)
+def latent_mappings(config: ModelConfig, module: str) -> list[t.TensorMapping]:
+    """Map a layer of latent attention."""
+    sizes, linear = config.latent_attention or LatentAttention(), partial(t.linear, bias=False)
     first = {"latent": sizes.kv_rank, "rotated_key": sizes.rope_dim}
     heads = {"key": sizes.nope_dim, "value": sizes.value_dim}
-    in_mixer = [
+    found = [
         *t.fused(f"{module}.kv_a_proj_with_mqa", 1, first, bias=False),
         t.TensorMapping("latent_scale", f"{module}.kv_a_layernorm.weight"),
         *t.fused(f"{module}.kv_b_proj", config.num_heads, heads, bias=False),
         *linear("out", f"{module}.o_proj", t.LINEAR_OUT),
     ]
     if sizes.query_rank is None:
-        in_mixer += linear("query", f"{module}.q_proj")
+        found += linear("query", f"{module}.q_proj")
     else:
-        in_mixer += linear("query_latent", f"{module}.q_a_proj")
-        in_mixer += [t.TensorMapping("query_latent_scale", f"{module}.q_a_layernorm.weight")]
-        in_mixer += linear("query", f"{module}.q_b_proj")
-    mixer = [t.TensorMapping(f"latent_attention/{m.param}", m.tensor, m.layout) for m in in_mixer]
+        found += linear("query_latent", f"{module}.q_a_proj")
+        found += [t.TensorMapping("query_latent_scale", f"{module}.q_a_layernorm.weight")]
+        found += linear("query", f"{module}.q_b_proj")
+    return [t.TensorMapping(f"latent_attention/{m.param}", m.tensor, m.layout) for m in found]
+
+
+def _table(config: ModelConfig) -> list[t.TensorMapping]:
+    block = "model.layers.{i}"
+    mixer = latent_mappings(config, f"{block}.self_attn")
     mixer += t.norm("norm_latent_attention", f"{block}.input_layernorm", bias=False)
     mixer += t.norm("norm_feed_forward", f"{block}.post_attention_layernorm", bias=False)
-    dense, routed = list[t.TensorMapping](), linear("feed_forward/router", f"{block}.mlp.gate")
-    experts = config.experts or Experts()
-    for name in names:
-        dense += linear(f"feed_forward/{name}", f"{block}.mlp.{name}_proj")
-        one = f"{block}.mlp.experts.{{e}}.{name}_proj"
-        routed += t.expert_linear(f"feed_forward/{name}", one, experts.count)
-        if experts.shared_d_ff is not None:
-            shared = f"{block}.mlp.shared_experts.{name}_proj"
-            routed += linear(f"feed_forward/shared/{name}", shared)
-    if experts.selection_bias:
-        bias = f"{block}.mlp.gate.e_score_correction_bias"
-        routed += [t.TensorMapping("feed_forward/selection_bias", bias)]
+    dense = t.named(config, block, t.gated_names("mlp"))
+    routed = expert_mappings(config, shared="shared_experts")
     mappings = lambda i: mixer + (routed if config.has_experts(i) else dense)  # noqa: E731
     return t.decoder(config, "model.embed_tokens", mappings, "model.norm")
 
@@ -65,21 +60,42 @@ def _check_widths(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     return {}
 
 
-def _read_widths(keys: k.ConfigKeys, fields: k.Fields, count: int) -> k.Fields:
-    width = fields["experts.d_ff"] * keys.integer("n_shared_experts", count)
-    # the width of the first layers is not used if all layers have experts
-    unused = {} if fields["experts.dense_layers"] else {"d_ff": None}
-    return {"experts.shared_d_ff": width, **unused}
+def shared_width(name: str, default: int) -> k.Code:
+    """Return the entry for the number of shared experts, which are one wide expert here."""
+
+    def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+        width = fields["experts.d_ff"] * keys.integer(name, default)
+        # the width of the first layers is not used if all layers have experts
+        unused = {} if fields["experts.dense_layers"] else {"d_ff": None}
+        return {"experts.shared_d_ff": width, **unused}
+
+    def write(config: ModelConfig) -> JsonObject:
+        shared = 0 if config.experts is None else config.experts.shared_d_ff or 0
+        return {name: shared // config.expert_dim}
+
+    return k.Code(read, write)
 
 
-def _write_shared(config: ModelConfig) -> JsonObject:
-    shared = 0 if config.experts is None else config.experts.shared_d_ff or 0
-    return dict(n_shared_experts=shared // config.expert_dim)
+def latent_keys(query_rank: int | None) -> list[k.Entry]:
+    """List the sizes of latent attention. The argument is a default value."""
+    return [
+        k.Key("q_lora_rank", "latent_attention.query_rank", k.optional_integer, query_rank),
+        k.Key("kv_lora_rank", "latent_attention.kv_rank", k.integer, 512),
+        k.Key("qk_nope_head_dim", "latent_attention.nope_dim", k.integer, 128),
+        k.Key("qk_rope_head_dim", "latent_attention.rope_dim", k.integer, 64),
+        k.Key("v_head_dim", "latent_attention.value_dim", k.integer, 128),
+    ]
 
 
-def _read_groups(keys: k.ConfigKeys, fields: k.Fields, best: int) -> k.Fields:
-    usual = (8, 4) if best == 2 else (None, None)
-    groups = keys.optional_integer("n_group", usual[0])
+def read_groups(
+    keys: k.ConfigKeys,
+    fields: k.Fields,
+    best: int,
+    usual: tuple[int | None, int | None],
+    name: str = "n_group",
+) -> k.Fields:
+    """Return the groups of experts. `usual` contains the default values of the two keys."""
+    groups = keys.optional_integer(name, usual[0])
     top = keys.optional_integer("topk_group", usual[1])
     if best == 1:  # DeepSeek-V2 may ignore the groups
         limited = dict(greedy=False, group_limited_greedy=True)
@@ -87,14 +103,14 @@ def _read_groups(keys: k.ConfigKeys, fields: k.Fields, best: int) -> k.Fields:
     if groups in (None, 1):
         return {}
     if top is None:
-        keys.fail("topk_group", top, "must be an integer for n_group above 1")
+        keys.fail("topk_group", top, f"must be an integer for {name} above 1")
     count, chosen = fields["experts.count"], fields["experts.top_k"]
     size, rest = divmod(count, groups)
     if rest or size < best:
-        rule = f"must divide n_routed_experts, {count}, into groups of at least {best}"
-        keys.fail("n_group", groups, rule)
+        rule = f"must divide the number of experts, {count}, into groups of at least {best}"
+        keys.fail(name, groups, rule)
     if top > groups:
-        keys.fail("topk_group", top, f"must be at most n_group, {groups}")
+        keys.fail("topk_group", top, f"must be at most {name}, {groups}")
     if chosen > top * size:
         rule = f"must be at most {top * size}, the number of experts in topk_group groups"
         keys.fail("num_experts_per_tok", chosen, rule)
@@ -171,6 +187,7 @@ def _deepseek(version: int, dense: int, count: int, shared: int, width: int) -> 
     is_v3 = version == 3
     from_zero = k.Kind(lambda keys, name, default: keys.integer(name, default, least=0))
     best = 2 if is_v3 else 1
+    groups = partial(read_groups, best=best, usual=(8, 4) if is_v3 else (None, None))
     return [
         *k.standard_sizes(),
         k.same("num_key_value_heads", "num_heads", "num_attention_heads"),
@@ -180,11 +197,7 @@ def _deepseek(version: int, dense: int, count: int, shared: int, width: int) -> 
         k.Key("rms_norm_eps", "norm_eps", k.positive, 1e-6),
         k.Key("hidden_act", "activation", k.activation(), "silu"),
         k.FixedKeys(attention_bias=False),
-        k.Key("q_lora_rank", "latent_attention.query_rank", k.optional_integer, 1536),
-        k.Key("kv_lora_rank", "latent_attention.kv_rank", k.integer, 512),
-        k.Key("qk_nope_head_dim", "latent_attention.nope_dim", k.integer, 128),
-        k.Key("qk_rope_head_dim", "latent_attention.rope_dim", k.integer, 64),
-        k.Key("v_head_dim", "latent_attention.value_dim", k.integer, 128),
+        *latent_keys(1536),
         k.Code(_check_widths),
         k.Key("n_routed_experts", "experts.count", k.integer, count),
         k.Key("num_experts_per_tok", "experts.top_k", k.integer, 8 if is_v3 else MISSING),
@@ -192,8 +205,8 @@ def _deepseek(version: int, dense: int, count: int, shared: int, width: int) -> 
         k.Key("moe_intermediate_size", "experts.d_ff", k.integer, width),
         k.Key("routed_scaling_factor", "experts.scale", k.decimal, 2.5 if is_v3 else 1.0),
         k.Key("aux_loss_alpha", "experts.balance_loss", k.number, 0.001),
-        k.Code(partial(_read_widths, count=shared), _write_shared),
-        k.Code(partial(_read_groups, best=best), partial(_write_groups, best=best)),
+        shared_width("n_shared_experts", shared),
+        k.Code(groups, partial(_write_groups, best=best)),
         k.Code(partial(_read_rope, is_v3=is_v3), partial(_write_rope, is_v3=is_v3)),
     ]
 

@@ -26,18 +26,24 @@ NAMES = "gate_proj", "up_proj", "down_proj"
 
 
 def expert_mappings(
-    config: ModelConfig, module: str = "mlp", names: tuple[str, ...] = NAMES
+    config: ModelConfig,
+    module: str = "mlp",
+    names: tuple[str, ...] = NAMES,
+    shared: str = "shared_expert",
 ) -> list[TensorMapping]:
     """Map the router and the experts of a block, which have these names in `module`."""
     experts = config.experts or Experts()
     block = f"model.layers.{{i}}.{module}"
     mappings = linear("feed_forward/router", f"{block}.gate", bias=False)
-    for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
+    for ours, theirs, usual in zip(("gate", "up", "down"), names, NAMES, strict=True):
         expert = f"{block}.experts.{{e}}.{theirs}"
         mappings += expert_linear(f"feed_forward/{ours}", expert, experts.count)
         if experts.shared_d_ff is not None:
-            shared = f"{block}.shared_expert.{theirs}"
-            mappings += linear(f"feed_forward/shared/{ours}", shared, bias=False)
+            tensor = f"{block}.{shared}.{usual}"
+            mappings += linear(f"feed_forward/shared/{ours}", tensor, bias=False)
+    if experts.selection_bias:
+        bias = f"{block}.gate.e_score_correction_bias"
+        mappings += [TensorMapping("feed_forward/selection_bias", bias)]
     if experts.shared_gate:
         gate = f"{block}.shared_expert_gate"
         mappings += linear("feed_forward/shared_gate", gate, bias=False)

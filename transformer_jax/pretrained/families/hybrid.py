@@ -58,10 +58,13 @@ def _table(
     return t.decoder(config, "model.embed_tokens", mappings, "model.norm")
 
 
-def _vectors(module: str, norm: str, out: str) -> list[t.TensorMapping]:
+def _vectors(module: str, norm: str, out: str, rate: t.Layout = t.FLAT) -> list[t.TensorMapping]:
     """Map the vectors of a layer with a state, and its output matrix."""
-    names = {"decay_rate": "A_log", "decay_bias": "dt_bias", "head_scale": f"{norm}.weight"}
-    found = [t.TensorMapping(f"gated_delta/{x}", f"{module}.{name}") for x, name in names.items()]
+    found = [
+        t.TensorMapping("gated_delta/decay_rate", f"{module}.A_log", rate),
+        t.TensorMapping("gated_delta/decay_bias", f"{module}.dt_bias", t.FLAT),
+        t.TensorMapping("gated_delta/head_scale", f"{module}.{norm}.weight"),
+    ]
     return found + t.linear("gated_delta/out", f"{module}.{out}", t.LINEAR_OUT, bias=False)
 
 
@@ -103,15 +106,22 @@ def _of_parts(module: str, sizes: GatedDelta) -> list[t.TensorMapping]:
     return found + _joint_conv(module, sizes) + _vectors(module, "norm", "out_proj")
 
 
-def _of_olmo(module: str, sizes: GatedDelta) -> list[t.TensorMapping]:
-    """Map the layer of OLMo Hybrid, whose matrices and convolutions have their own tensors."""
+def separate_mappings(
+    module: str, matrices: dict[str, str], rate: t.Layout = t.FLAT
+) -> list[t.TensorMapping]:
+    """Map a layer whose matrices and convolutions have their own tensors."""
     found, names = list[t.TensorMapping](), dict(query="q", key="k", value="v")
-    for param, name in (names | dict(beta="b", decay="a", gate="g")).items():
+    for param, name in (names | matrices).items():
         found += t.linear(f"gated_delta/{param}", f"{module}.{name}_proj", bias=False)
     for param, name in names.items():
         tensor, layout = f"{module}.{name}_conv1d.weight", t.Layout("depthwise")
         found.append(t.TensorMapping(f"gated_delta/{param}_conv", tensor, layout))
-    return found + _vectors(module, "o_norm", "o_proj")
+    return found + _vectors(module, "o_norm", "o_proj", rate)
+
+
+def _of_olmo(module: str, sizes: GatedDelta) -> list[t.TensorMapping]:
+    """Map the layer of OLMo Hybrid."""
+    return separate_mappings(module, dict(beta="b", decay="a", gate="g"))
 
 
 # Keys

@@ -20,7 +20,7 @@ _DECODERS = (
     "gpt_neox gptj phi cohere cohere2 starcoder2 stablelm opt bloom falcon mixtral olmoe qwen2_moe "
     "qwen3_moe gpt_oss glm glm4 ernie4_5 seed_oss helium exaone4 "
     "arcee nemotron persimmon hunyuan_v1_dense apertus qwen3_next qwen3_5_text "
-    "olmo_hybrid deepseek_v2 deepseek_v3"
+    "olmo_hybrid deepseek_v2 deepseek_v3 kimi_linear"
 )
 _BERTS = "bert roberta xlm-roberta camembert mpnet electra albert nomic_bert"
 _SEQ2SEQ = "bart mbart pegasus m2m_100 marian"
@@ -173,6 +173,15 @@ OTHER_KEYS = (
         fixed=dict(scoring_func=["sigmoid"], topk_method=["noaux_tc"]),
     ),
     OtherKeys(
+        "The router of Kimi Linear, and keys of its original code.", "kimi_linear",
+        "head_dim output_router_logits pretraining_tp qk_head_dim rope_scaling rope_theta",
+        dict(
+            attention_bias=[False, None], mla_use_nope=[True], moe_layer_freq=[1],
+            moe_router_activation_func=["sigmoid"], num_nextn_predict_layers=[0],
+            tie_word_embeddings=[False], use_grouped_topk=[True],
+        ),
+    ),
+    OtherKeys(
         "Shared experts are not used.", "qwen3_moe",
         fixed=dict(shared_expert_intermediate_size=[0]),
     ),
@@ -216,7 +225,7 @@ OTHER_KEYS = (
     OtherKeys("Transformers ignores it.", "gemma3_text", fixed=dict(attn_logit_softcapping=[None])),
     OtherKeys(
         "The code in auto_map is not run; transformers implements this model_type.",
-        "phi phi3 falcon nomic_bert deepseek_v2 deepseek_v3", "auto_map",
+        "phi phi3 falcon nomic_bert deepseek_v2 deepseek_v3 kimi_linear", "auto_map",
     ),
     OtherKeys(
         "The search for the longrope factors; logits have no bias in transformers.", "phi3",
@@ -413,6 +422,11 @@ ALIASES: dict[str, dict[str, str]] = {
     "deepseek_v2": dict(num_experts="n_routed_experts"),
     "deepseek_v3": dict(
         num_local_experts="n_routed_experts", num_mtp_layers="num_nextn_predict_layers"
+    ),
+    "kimi_linear": dict(
+        max_position_embeddings="model_max_length", n_group="num_expert_group",
+        n_shared_experts="num_shared_experts", norm_topk_prob="moe_renormalize",
+        num_experts_per_tok="num_experts_per_token", num_local_experts="num_experts",
     ),
     "distilbert": dict(
         hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers"

@@ -52,6 +52,7 @@ class Layout:
     | same      | the parameter's                                                       |
     | flat      | [size]: all axes in one (biases of heads)                             |
     | row       | [1, size]                                                             |
+    | heads     | [1, 1, size, 1]                                                       |
     | linear    | [outputs, inputs], each side flattened, as torch.nn.Linear stores it  |
     | conv      | [inputs, outputs], each side flattened, as GPT-2's Conv1D stores it   |
     | depthwise | [channels, 1, width], as a depthwise torch.nn.Conv1d stores it        |
@@ -63,7 +64,7 @@ class Layout:
     flat or depthwise tensor contains several parameters.
     """
 
-    kind: Literal["same", "flat", "row", "linear", "conv", "depthwise"] = "same"
+    kind: Literal["same", "flat", "row", "heads", "linear", "conv", "depthwise"] = "same"
     inputs: int = 1
     part: int = 0
     parts: int = 1
@@ -80,6 +81,8 @@ class Layout:
                 found = (math.prod(shape),)
             case "row":
                 found = (1, math.prod(shape))
+            case "heads":
+                found = (1, 1, math.prod(shape), 1)
             case "linear":
                 found = (columns, rows)
             case "conv":
