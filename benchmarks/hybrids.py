@@ -55,7 +55,6 @@ from transformer_jax.training import (
 )
 from transformer_jax.training.batch import batch_scores
 from transformer_jax.training.data import IGNORE, read
-from transformer_jax.training.evaluation import Scores
 
 PATTERNS = {
     "transformer": ("attention",),
@@ -140,9 +139,6 @@ class Trainee:
             losses.append(metrics.loss)
         return state.params, [float(x) for x in losses]
 
-    def evaluate(self, params: Any, batches: Iterator[Batch]) -> Scores:
-        return evaluate(self.scores, params, (), batches)
-
 
 def best(
     trainee: Trainee,
@@ -175,13 +171,13 @@ def recall(trainee: Trainee, steps: int) -> dict[str, Any]:
             yield from (problems(rng, pairs) for pairs in PAIRS)
 
     def validate(params: Any) -> float:
-        return -trainee.evaluate(params, islice(batches(1), 2 * len(PAIRS))).accuracy
+        return -evaluate(trainee.scores, params, (), islice(batches(1), 2 * len(PAIRS))).accuracy
 
     params, found = best(trainee, partial(batches, 0), steps, validate)
     rng, accuracy = np.random.default_rng(2), {}
     for pairs in PAIRS:
         test = (problems(rng, pairs) for _ in range(4))
-        accuracy[str(pairs)] = trainee.evaluate(params, test).accuracy
+        accuracy[str(pairs)] = evaluate(trainee.scores, params, (), test).accuracy
     return found | {"accuracy": accuracy}
 
 
@@ -198,7 +194,7 @@ def language(trainee: Trainee, data: str, steps: int) -> dict[str, Any]:
     def loss(held_out: np.ndarray, params: Any) -> float:
         starts = np.arange(0, len(held_out) - LENGTH, LENGTH)
         rows = (starts[i : i + ROWS] for i in range(0, len(starts) - ROWS + 1, ROWS))
-        return trainee.evaluate(params, (windows(held_out, x) for x in rows)).loss
+        return evaluate(trainee.scores, params, (), (windows(held_out, x) for x in rows)).loss
 
     params, found = best(trainee, batches, steps, partial(loss, validation))
     return found | {"test_loss": loss(test, params)}
@@ -278,6 +274,7 @@ def draw(results: dict[str, Any]) -> Figure:
     for one, (title, label) in zip(axes, titles, strict=True):
         one.set_title(title, loc="left", fontsize=11, color=ink, fontweight="bold")
         one.set_xlabel(label, color=quiet)
+        one.set_facecolor("none")
         one.tick_params(colors=quiet, length=3)
         one.spines[["top", "right"]].set_visible(False)
         one.spines[["left", "bottom"]].set_color("#c9c3b8")
