@@ -568,7 +568,7 @@ def test_adapters_change_and_merge_like_dense_kernels(config):
     params = init_params(config, jax.random.key(7))
     lora = LoraConfig(rank=2, targets="all-linear")
     adapters = init_lora(params, lora, jax.random.key(2))
-    adapters = jax.tree.map(lambda x: x + 0.1, adapters)
+    adapters = jax.tree.map(lambda x: x + 0.05, adapters)
     names = {n for n in adapters["decoder"]["block_0"]["gated_delta"] if "latent" not in n}
     assert names == {"query", "key", "value", "gate", "beta", "decay", "out"}
     assert adapters["decoder"]["block_2"]["attention"].keys() == {*names} - {"beta", "decay"}

@@ -175,8 +175,8 @@ def _place(name: str, config: ModelConfig) -> _Place:
     first = {"query", "key", "value", "up", "gate", "router", "shared_gate"}
     if "gated_delta" in rest and (sizes := config.gated_delta) is not None:
         ranks = {"decay": sizes.decay_rank, "gate": sizes.gate_rank}
-        late = {name for name, rank in ranks.items() if rank is not None}
-        return (block, branch, 3 if "out" in rest else 2 if late & {*rest} else 1)
+        second = {name for name, rank in ranks.items() if rank is not None}
+        return (block, branch, 3 if "out" in rest else 2 if second & {*rest} else 1)
     if "latent_attention" in rest:
         latent, second = config.latent_attention, {"key", "value"}
         second |= {"query"} if latent is not None and latent.query_rank else set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import Experts, GatedDelta, ModelConfig
 from transformer_jax.config.mixers import Mixer
 from transformer_jax.pretrained.families import decoder_keys as d
 from transformer_jax.pretrained.families import keys as k
@@ -98,9 +98,10 @@ def _types_of_lists(keys: k.ConfigKeys, lists: dict[str, object], layers: int) -
     found: dict[int, str] = {}
     for name, kind in _LISTS.items():
         numbers = lists[kind]
-        is_list = isinstance(numbers, list) and all(type(n) is int for n in numbers)
-        if not is_list or {*numbers} & found.keys() or not {*numbers} <= {*range(1, layers + 1)}:
-            rule = f"must be a list of numbers from 1 to {layers}, and each layer in one list"
+        rule = f"must be a list of numbers from 1 to {layers}, and each layer in one list"
+        if not isinstance(numbers, list) or any(type(n) is not int for n in numbers):
+            keys.fail(name, numbers, rule)
+        if {*numbers} & found.keys() or not {*numbers} <= {*range(1, layers + 1)}:
             keys.fail(name, numbers, rule)
         found |= dict.fromkeys(numbers, kind)
     if len(found) < layers:
@@ -117,8 +118,7 @@ def _write_layers(config: ModelConfig) -> JsonObject:
         name: [i + 1 for i, found in enumerate(kinds) if found == kind]
         for name, kind in _LISTS.items()
     }
-    sizes = config.gated_delta
-    assert sizes is not None
+    sizes = config.gated_delta or GatedDelta()
     numbers = dict(zip(_SIZES, (sizes.num_key_heads, sizes.key_dim, sizes.conv_width), strict=True))
     return dict(linear_attn_config=lists | numbers)
 
@@ -144,8 +144,8 @@ def _write_dense(config: ModelConfig) -> JsonObject:
 
 
 def _write_groups(config: ModelConfig) -> JsonObject:
-    assert config.experts is not None
-    return dict(num_expert_group=config.experts.groups, topk_group=config.experts.top_groups)
+    experts = config.experts or Experts()
+    return dict(num_expert_group=experts.groups, topk_group=experts.top_groups)
 
 
 KIMI_LINEAR = llama_family(
