@@ -327,6 +327,9 @@ def test_invalid_arguments_are_rejected(rng):
     wrong = jax.device_put(np.array([0, 3]))
     with pytest.raises(ValueError, match=r"rows are \[0, 3\]: must be from 0 to 2"):
         paged.share(empty(), wrong)
+    for rows in (np.zeros(2), np.zeros((2, 1), int)):
+        with pytest.raises(ValueError, match=r"rows are .*: must be integers \[R\]"):
+            paged.share(empty(), rows)
     with pytest.raises(ValueError, match=r"length is int32\[2\]: must be integers \[3\]"):
         jax.eval_shape(paged.rewind, empty(), wrong)
 

@@ -756,6 +756,12 @@ def test_invalid_arguments_are_rejected(message, change):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+def test_length_penalties_match_their_formulas():
+    lengths = np.array([1, 4, 9])
+    assert LengthPenalty(0.5)(lengths).tolist() == pytest.approx([1, 2, 3])
+    assert GNMTPenalty(0.5)(lengths).tolist() == pytest.approx([1, 1.5**0.5, (7 / 3) ** 0.5])
+
+
 @pytest.mark.parametrize("penalty", [LengthPenalty, GNMTPenalty])
 @pytest.mark.parametrize("alpha", [math.nan, math.inf, "1"])
 def test_nonfinite_alpha_is_rejected(penalty, alpha):

@@ -434,6 +434,7 @@ def test_limits_on_different_values_are_not_combined():
             {"type": "number", "multipleOf": 24e-10},
         ),
         ("is 65536: must be at most 65535", {"multipleOf": 65536}),
+        ("is 0: must be above 0", {"type": "number", "multipleOf": 0}),
         ("is 6.5536: must be at most 6.5535", {"multipleOf": Decimal("6.5536")}),
         (
             "is 0.00001234 and 1: the least common multiple must be at most 0.00065535",

@@ -456,6 +456,14 @@ def test_device_failure_ends_only_current_requests(monkeypatch, capsys):
         assert complete(client).status_code == 503 == client.get("/health").status_code
 
 
+def test_counts_and_time_of_a_server_must_be_positive(engine):
+    for name in ("slots", "queue", "steps"):
+        with pytest.raises(ValueError, match=f"{name} is 0: must be an integer of at least 1"):
+            Engine(tiny(), **{name: 0})
+    with pytest.raises(ConfigError, match="timeout is 0: must be above 0"):
+        make_app(engine, NAME, timeout=0)
+
+
 def test_error_names_missing_dependency(monkeypatch, engine):
     monkeypatch.setattr(app_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs starlette.*pip install 'transformer_jax\[serve"):
