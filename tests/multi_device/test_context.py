@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from tests.support.devices import on_devices
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
-from transformer_jax import init_cache
+from transformer_jax import Causal, dot_product_attention, explain_attention, init_cache
 from transformer_jax.attention import zigzag_positions
 from transformer_jax.attention.ring import SplitLengths
+from transformer_jax.cache.split_slots import join_split, write_split
 from transformer_jax.config import GatedDelta, LoraConfig, MeshConfig, ModelConfig, TrainConfig
 from transformer_jax.config.tasks import MaskedTask
 from transformer_jax.training.compiled import needs_balance
@@ -66,6 +69,57 @@ def test_zigzag_gives_each_device_the_same_number_of_causal_pairs(P):
     assert len({*pairs.tolist()}) == 1
     with pytest.raises(ValueError, match=f"length is {T + 1}: must be a multiple of {2 * P}"):
         zigzag_positions(T + 1, P)
+
+
+MESH = AbstractMesh((4,), ("context",), axis_types=(AxisType.Explicit,))
+
+
+def traced(*shape: int, split: bool, dtype: jnp.dtype = jnp.float32) -> jax.ShapeDtypeStruct:
+    """Return the type of an array whose second axis is split over `MESH`, or of one on no axis."""
+    spec = PartitionSpec(None, "context") if split else PartitionSpec()
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(MESH, spec))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "lengths"),
+    [
+        (True, True, "ring over 'context' (4 devices): sends 6 of 12 blocks of keys, "),
+        (True, False, "T is split over 'context' (4 devices): nothing is sent"),
+        (False, True, "S is split over 'context' (4 devices): each device attends to its own"),
+    ],
+)
+def test_split_lengths_are_planned_and_traced_without_devices(queries, keys, lengths):
+    query = traced(1, 64, 2, 8, split=queries)
+    key = value = traced(1, 64, 2, 8, split=keys)
+    bias = traced(1, 2, 64, 64, split=False)
+    plan = explain_attention(query, key, value, bias=bias, mask=Causal())
+    assert plan.lengths.startswith(lengths)
+
+    def attend(query, key, value, bias):
+        return dot_product_attention(query, key, value, bias=bias, mask=Causal())
+
+    out = jax.eval_shape(attend, query, key, value, bias)
+    assert out.sharding.spec[1] == ("context" if queries else None)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_split_slots_are_joined_and_written_without_gathering(split):
+    """The types of the results are traced. Their values are compared on eight devices."""
+    old, new = (
+        {
+            "k": traced(2, size, 2, 4, split=part),
+            "positions": traced(2, size, split=part, dtype=jnp.int32),
+        }
+        for size, part in ((16, True), (8, split))
+    )
+    axes = ("context",)
+    joined = jax.eval_shape(lambda old, new: join_split(old, new, axes), old, new)
+    write = lambda old, new: write_split(old, new, new["positions"], axes)  # noqa: E731
+    written = jax.eval_shape(write, old, new)
+    # without a ring, each device has all new tokens
+    for found, size in ((joined, 24 if split else 48), (written, 16)):
+        assert found["k"].shape == (2, size, 2, 4)
+        assert {x.sharding.spec[1] for x in found.values()} == {"context"}
 
 
 @pytest.mark.parametrize(
