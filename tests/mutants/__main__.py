@@ -181,6 +181,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         "`python -m tests.mutants` plants one random one-token change at a time in a copy of the",
         "project. A mutant is killed if a test fails. Equivalent mutants and mutants that change",
         "only speed don't count: `tests/mutants/judged.py` records the verdict on each survivor.",
+        "A mutant survives if its tests take longer than `--limit` (180 s; 60 s in draw 4).",
         'Shares have 95 % intervals. "First" is the share before the survivors of a draw led to',
         'new tests. "Now" is the share since then; only a new draw gives an unbiased estimate.',
         "",
