@@ -440,13 +440,13 @@ def test_segment_ids_may_be_shorter_than_queries_or_keys(rows):
     assert set(check_sound(mask, *at, 3, 3)) == {SKIPPED, PARTIAL, FULL}
 
 
-@pytest.mark.slow
 def test_all_tiles_of_mask_without_program_are_partial():
     mask, at = Predicate(lambda q, k: jnp.sqrt(1.0 * (q + k)) < 3), np.arange(6)
     classes = mask.block_plan(at, at, block_q=2, block_k=2).classes
     np.testing.assert_array_equal(classes, np.ones((1, 1, 3, 3)))
 
 
+@pytest.mark.slow
 def test_tile_with_only_empty_slots_and_future_keys_is_skipped():
     places = np.array([0, 1, 2, 3, 20, -1, 22, 23])
     kinds = [kind for kind, _ in tiles(Causal(), np.arange(8), places, 8, 4)]

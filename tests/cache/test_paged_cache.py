@@ -141,7 +141,6 @@ def test_cache_without_rows_accepts_empty_updates(rng):
         assert new.length.shape == (0,) and new.free_pages == 23
 
 
-@pytest.mark.slow
 def test_shared_page_is_copied_on_first_write(rng):
     cache, (k, v) = init(rows=1, num_pages=7), tokens(rng, 6, rows=1)
     cache = jit_update(cache, k, v, after([0], [6]))  # one and a half pages
