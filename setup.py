@@ -5,7 +5,8 @@ Without a compiler, or with TRANSFORMER_JAX_NATIVE=0, the package is installed w
 compiled without Python's headers and flags, and its wheel is one of any version. Every .cpp file of
 the folder is a unit of it; one that is for another processor is empty.
 
-An editable install keeps the library that is there if it would be compiled the same way again.
+An editable install keeps an existing library if the sources, the compiler and the flags are the
+same.
 """
 
 import ctypes
@@ -42,14 +43,14 @@ class BuildNative(build_ext):
         compiling = FLAGS.split() + os.environ.get("CXXFLAGS", "").split()
         linking = link_flags() + os.environ.get("LDFLAGS", "").split()
         version = run([*compiler, "--version"]) + jaxlib.__version__
-        marks = digest(), short_hash(repr((compiler, version, compiling, linking)).encode())
+        hashes = digest(), short_hash(repr((compiler, version, compiling, linking)).encode())
         library = self.get_ext_fullpath(ext.name)
         os.makedirs(os.path.dirname(library), exist_ok=True)
-        if self.editable_mode and marks_of(LIBRARY) == marks:
+        if self.editable_mode and hashes_of(LIBRARY) == hashes:
             shutil.copy2(LIBRARY, library)
             return
         os.makedirs(self.build_temp, exist_ok=True)
-        compiling += [f'-DSOURCES="{marks[0]}"', f'-DBUILT_WITH="{marks[1]}"']
+        compiling += [f'-DSOURCES="{hashes[0]}"', f'-DBUILT_WITH="{hashes[1]}"']
 
         def compile_unit(source: str) -> str:
             made = os.path.join(self.build_temp, os.path.basename(source) + ".o")
@@ -66,7 +67,7 @@ def short_hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def marks_of(library: str) -> tuple[str, str] | None:
+def hashes_of(library: str) -> tuple[str, str] | None:
     """Return the hashes of the sources and of the commands of a library, or None."""
     try:
         loaded = ctypes.CDLL(os.path.abspath(library))

@@ -50,6 +50,7 @@ def value_class(
     pytree: bool = False,
     exportable: bool = False,
     repr: bool = True,
+    eq: bool = True,
     **options: bool,
 ) -> Any:
     """Make a class a frozen dataclass with a short repr, and optionally a pytree.
@@ -64,11 +65,11 @@ def value_class(
         exportable: whether `jax.export` can serialize calls that have such a value as an argument.
             Static fields are written as JSON, under the name of the class.
         repr: whether to add the short repr.
-        **options: `kw_only`, `eq` and `init` of `dataclasses.dataclass`.
+        eq: whether to add `==` and a hash.
+        **options: `kw_only` and `init` of `dataclasses.dataclass`.
     """
 
     def decorate(cls: type) -> type:
-        eq = options.pop("eq", True)
         cls = dataclasses.dataclass(frozen=True, repr=False, eq=False, **options)(cls)
         fields = dataclasses.fields(cls)
         if eq:
@@ -125,9 +126,9 @@ def value_class(
 
 
 def add_equality(cls: type, names: tuple[str, ...]) -> None:
-    """Add the `==` and the hash of a frozen dataclass, unless the class defines its own.
+    """Add `==` and a hash to a frozen dataclass, unless the class defines its own.
 
-    `dataclasses.dataclass` would compile new source code for each class.
+    `dataclasses.dataclass` would compile new source code for each class, at each import.
     """
     get = attrgetter("__class__", *names)
 

@@ -178,11 +178,18 @@ def test_keys_common_to_all_models_have_no_effect(family):
         ("kimi_linear", dict(mlp_layer_types=["dense"] * 2, first_k_dense_replace=1),
          "first_k_dense_replace is 1: must agree with mlp_layer_types"),
         ("kimi_linear", dict(num_expert_group=7), "num_expert_group is 7: must divide the number"),
-        ("kimi_linear", dict(linear_attn_config=dict(KDA)), "must be absent, because layer_types"),
+        ("kimi_linear", dict(linear_attn_config=KDA | dict(kda_layers=[2], full_attn_layers=[1])),
+         "layer_types is .*: must agree with the lists in linear_attn_config"),
+        ("kimi_linear", dict(linear_attn_config=KDA, linear_num_heads=4),
+         "linear_num_heads is 4: must equal linear_attn_config.num_heads, 3"),
+        ("kimi_linear", dict(linear_head_dim=0), "linear_head_dim is 0: must be an integer from 1"),
+        ("kimi_linear", dict(linear_attn_config=[1]), "linear_attn_config is .*: must be an object"),
+        ("kimi_linear", dict(num_expert_group=128, topk_group=1, num_experts_per_token=3),
+         "num_experts_per_token is 3: must be at most 2, the number of experts in topk"),
         ("kimi_linear", dict(layer_types=None, linear_attn_config=KDA | dict(kda_layers=[1, 2])),
          r"linear_attn_config: full_attn_layers is \[2\]: must be a list of numbers from 1"),
         ("kimi_linear", dict(layer_types=None, linear_attn_config=KDA | dict(kda_layers=[])),
-         r"full_attn_layers is \[2\]: or kda_layers must contain 1"),
+         r"full_attn_layers is \[2\]: must contain 1, which is not in kda_layers either"),
         ("kimi_linear", dict(layer_types=None, linear_attn_config=KDA | dict(scale=2)),
          "linear_attn_config: scale is 2: this key is not"),
         ("deepseek_v2", dict(norm_topk_prob=True), "norm_topk_prob is True: must be False"),
@@ -221,6 +228,7 @@ def test_layers_of_kimi_linear_are_read_from_lists_or_types():
     flat = dict(linear_num_heads=3, linear_head_dim=6, linear_conv_kernel_dim=2)
     found = read("kimi_linear", layer_types=None, linear_attn_config=KDA)
     assert found == read("kimi_linear", **flat)
+    assert found == read("kimi_linear", linear_attn_config=KDA, **flat)  # as transformers saves it
     assert found.gated_delta.num_key_heads == 3 and found.gated_delta.conv_width == 2
     assert found.mixers == ("gated_delta", "latent_attention")
 

@@ -213,11 +213,17 @@ def test_olmo_hybrid_saved_by_transformers_loads_if_its_parts_are_equal(tmp_path
 
 
 def test_kimi_linear_saved_by_transformers_loads_with_other_names(tmp_path, folders):
-    """Its class saves the matrices of the first layer as if they belonged to experts."""
-    model = CASES["kimi"].create()
+    """It names the matrices of the first layer like those of experts, and writes sizes twice."""
+    published = dict(
+        kda_layers=[1], full_attn_layers=[2], num_heads=3, head_dim=16, short_conv_kernel_size=4
+    )
+    changes = dict(layer_types=None, linear_attn_config=published)
+    model = replace(CASES["kimi"], changes=CASES["kimi"].changes | changes).create()
     model.save_pretrained(tmp_path / "theirs")
     names = load_file(tmp_path / "theirs/model.safetensors").keys()
     assert "model.layers.0.block_sparse_moe.up_proj.weight" in names
+    keys = json.loads((tmp_path / "theirs/config.json").read_text())
+    assert keys["linear_attn_config"] == published and keys["linear_num_heads"] == 3
     config, params = load_pretrained(saved(model, tmp_path / "published"))
     got = load_pretrained(tmp_path / "theirs")
     assert got[0] == config

@@ -160,12 +160,12 @@ class SplitLengths:
 
 
 CHUNK = 512
-"""Minimum number of tokens in a chunk of `zigzag_positions` if there are more than two per device.
-Tiles of attention have at most as many, so that a tile does not span two chunks."""
+"""Minimum number of tokens in a chunk of `zigzag_positions` if a device has more than two chunks.
+Most tiles of attention are no larger, so they do not span two chunks."""
 
 
 def zigzag_chunks(length: int, devices: int) -> np.ndarray:  # i32[chunks]
-    """Return the order in which `zigzag_positions` puts the chunks of a row."""
+    """Return the order of the chunks of a row in `zigzag_positions`."""
     turns = range(2, length // (devices * CHUNK) + 1, 2)
     turn = max((n for n in turns if length % (n * devices) == 0), default=2)
     dealt = np.arange(turn * devices, dtype=np.int32).reshape(turn, devices)

@@ -102,8 +102,8 @@ class GatedDeltaNet(Module):
         q, k, v = by_compiler(separate, [mixed], tuple(map(split, projected)))
         beta = jax.nn.sigmoid(self.beta(x, dropout_key).astype(F32))
         beta = 2 * beta if sizes.negative_eigenvalues else beta
-        low = x if sizes.decay_rank is None else self.decay_latent(x, dropout_key)
-        steps = self.decay(low, dropout_key)
+        latent = x if sizes.decay_rank is None else self.decay_latent(x, dropout_key)
+        steps = self.decay(latent, dropout_key)
         decay = by_compiler(_decays, [steps, self.decay_bias, self.decay_rate], split(steps))
         named: Any = dict(query=q, key=k, value=v, decay=decay, beta=beta)
         named = {name: visit(f"gated_delta/{name}", y) for name, y in named.items()}
@@ -114,10 +114,10 @@ class GatedDeltaNet(Module):
         visit("gated_delta/state", state)
         eps = cfg.norm_eps if sizes.norm_eps is None else sizes.norm_eps
         heads = norm(heads, self.head_scale.astype(F32), None, eps, centred=False)
-        low = x if sizes.gate_rank is None else self.gate_latent(x, dropout_key)
+        latent = x if sizes.gate_rank is None else self.gate_latent(x, dropout_key)
         activation = jax.nn.silu if sizes.gate_activation == "silu" else jax.nn.sigmoid
         gate = lambda heads, z: heads * activation(z.astype(F32))  # noqa: E731
-        heads = by_compiler(gate, [heads, self.gate(low, dropout_key)], split(heads))
+        heads = by_compiler(gate, [heads, self.gate(latent, dropout_key)], split(heads))
         heads = visit("gated_delta/heads", heads.astype(x.dtype))
         y = visit("gated_delta/output", self.out(heads, dropout_key))
         if cache is None:

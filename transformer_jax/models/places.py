@@ -83,7 +83,7 @@ def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
         .../latent           of a latent_attention layer, after its norm, with one head
         .../rotated_key      of a latent_attention layer, shared by all heads
         .../decay, beta      of a gated_delta layer, per head: the logarithm of the factor for the
-                             state, and the strength of the write
+                             state (per channel with `decay_rank`), and the strength of the write
         .../state            of a gated_delta layer, after the last token; cannot be edited
         .../hidden           the hidden layer of a feed-forward branch, after its activation; with
                              experts, one per chosen expert

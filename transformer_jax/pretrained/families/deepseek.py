@@ -92,9 +92,14 @@ def read_groups(
     fields: k.Fields,
     best: int,
     usual: tuple[int | None, int | None],
-    name: str = "n_group",
+    names: tuple[str, str] = ("n_group", "num_experts_per_tok"),
 ) -> k.Fields:
-    """Return the groups of experts. `usual` contains the default values of the two keys."""
+    """Return the groups of experts.
+
+    `usual` contains the defaults of the numbers of groups and of chosen groups, and `names` the
+    keys of the numbers of groups and of chosen experts.
+    """
+    name, per_token = names
     groups = keys.optional_integer(name, usual[0])
     top = keys.optional_integer("topk_group", usual[1])
     if best == 1:  # DeepSeek-V2 may ignore the groups
@@ -113,7 +118,7 @@ def read_groups(
         keys.fail("topk_group", top, f"must be at most {name}, {groups}")
     if chosen > top * size:
         rule = f"must be at most {top * size}, the number of experts in topk_group groups"
-        keys.fail("num_experts_per_tok", chosen, rule)
+        keys.fail(per_token, chosen, rule)
     return {"experts.groups": groups, "experts.top_groups": top, "experts.group_best": best}
 
 

@@ -130,6 +130,23 @@ _MIXERS: dict[str, Mixer] = {"linear_attention": "gated_delta", "full_attention"
 _EVERY = 4
 
 
+def mixers_of_types(
+    keys: k.ConfigKeys, fields: k.Fields, types: object, mixers: dict[str, Mixer]
+) -> k.Fields:
+    """Return the mixer of each layer, given the value of `layer_types`."""
+    layers, names = fields["num_layers"], " and ".join(mixers)
+    if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*mixers}:
+        keys.fail(
+            "layer_types", types, f"must be a list of {layers} (num_hidden_layers) of {names}"
+        )
+    if {*types} != {*mixers}:
+        keys.fail("layer_types", types, f"must contain {names}")
+    if fields["activation"] != "silu":  # it is also that of the convolution
+        rule = "must be 'silu', because layers with a state have no other activation"
+        keys.fail("hidden_act", keys.take("hidden_act"), rule)
+    return dict(mixers=d.shortest([mixers[kind] for kind in types]))
+
+
 def _read_mixers(keys: k.ConfigKeys, fields: k.Fields, is_olmo: bool = False) -> k.Fields:
     layers = fields["num_layers"]
     # transformers ignores the interval of OLMo Hybrid
@@ -139,15 +156,7 @@ def _read_mixers(keys: k.ConfigKeys, fields: k.Fields, is_olmo: bool = False) ->
         types = [[*_MIXERS][(i + 1) % every == 0] for i in range(layers)]
         if is_olmo and layers < every:
             types[-1] = "full_attention"
-    if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*_MIXERS}:
-        rule = f"must be a list of {layers} (num_hidden_layers) of {' and '.join(_MIXERS)}"
-        keys.fail("layer_types", types, rule)
-    if {*types} != {*_MIXERS}:
-        keys.fail("layer_types", types, f"must contain {' and '.join(_MIXERS)}")
-    if fields["activation"] != "silu":  # it is also that of the convolution
-        rule = "must be 'silu', because layers with a state have no other activation"
-        keys.fail("hidden_act", keys.take("hidden_act"), rule)
-    return dict(mixers=d.shortest([_MIXERS[kind] for kind in types]))
+    return mixers_of_types(keys, fields, types, _MIXERS)
 
 
 def _write_mixers(config: ModelConfig) -> JsonObject:

@@ -1,7 +1,7 @@
 """Kimi Linear (Kimi Team 2025): layers with a state, latent attention, and experts.
 
-The layers with a state are Kimi Delta Attention, in which each channel of a key has its own decay.
-Latent attention has no positional encoding.
+The layers with a state are Kimi Delta Attention: each channel of a key has its own decay. Latent
+attention has no positional encoding.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from functools import partial
 
 from transformer_jax.config import Experts, GatedDelta, ModelConfig
 from transformer_jax.config.mixers import Mixer
-from transformer_jax.pretrained.families import decoder_keys as d
 from transformer_jax.pretrained.families import keys as k
 from transformer_jax.pretrained.families import table as t
 from transformer_jax.pretrained.families.deepseek import (
@@ -20,7 +19,7 @@ from transformer_jax.pretrained.families.deepseek import (
     shared_width,
 )
 from transformer_jax.pretrained.families.experts import MIXTRAL_NAMES, NAMES, expert_mappings
-from transformer_jax.pretrained.families.hybrid import separate_mappings
+from transformer_jax.pretrained.families.hybrid import mixers_of_types, separate_mappings
 from transformer_jax.pretrained.families.llama import llama_family
 from transformer_jax.untrusted_files import JsonObject
 
@@ -59,55 +58,55 @@ _SIZES = {
 
 
 def _read_layers(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    """Read the mixers and their sizes, which published files have in an object of their own."""
-    layers, spec = fields["num_layers"], keys.take("linear_attn_config", None)
-    types = keys.take("layer_types", None)
-    flat = {name: keys.take(theirs, None) for name, (theirs, _) in _SIZES.items()}
-    flat = {name: size for name, size in flat.items() if size is not None}
+    """Read the mixers and the sizes of layers with a state.
+
+    Published files contain them in `linear_attn_config`. When transformers saves a model, it also
+    writes them outside this object.
+    """
+    spec, layers = keys.take("linear_attn_config", None), fields["num_layers"]
     if not isinstance(spec, dict | None):
         keys.fail("linear_attn_config", spec, "must be an object or null")
-    if spec is not None and (types is not None or flat):
-        name = "layer_types" if types is not None else _SIZES[next(iter(flat))][0]
-        keys.fail("linear_attn_config", spec, f"must be absent, because {name} is present")
-    where = keys.where if spec is None else f"{keys.where}: linear_attn_config"
-    inner = k.ConfigKeys(flat if spec is None else spec, where)
-    heads, width, window = (inner.integer(name, usual) for name, (_, usual) in _SIZES.items())
-    lists = {kind: inner.take(name, None) for name, kind in _LISTS.items()}
-    if any(found is not None for found in lists.values()):
-        types = _types_of_lists(inner, lists, layers)
+    inner = k.ConfigKeys(spec or {}, f"{keys.where}: linear_attn_config")
+    sizes = []
+    for name, (theirs, default) in _SIZES.items():
+        if name in inner.content:
+            sizes.append(inner.integer(name))
+            if keys.take(theirs, None) not in (None, sizes[-1]):
+                rule = f"must equal linear_attn_config.{name}, {sizes[-1]}"
+                keys.fail(theirs, keys.take(theirs), rule)
+        else:
+            sizes.append(keys.integer(theirs, default))
+    types = keys.take("layer_types", None)
+    if any(name in inner.content for name in _LISTS):
+        listed = _types_of_lists(inner, layers)
+        if types not in (None, listed):
+            keys.fail("layer_types", types, "must agree with the lists in linear_attn_config")
+        types = listed
     inner.check_all_read()
     if types is None:
         types = [[*_MIXERS][i > 0 and i % 4 == 0] for i in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*_MIXERS}:
-        rule = f"must be a list of {layers} (num_hidden_layers) of {' and '.join(_MIXERS)}"
-        keys.fail("layer_types", types, rule)
-    if {*types} != {*_MIXERS}:
-        keys.fail("layer_types", types, f"must contain {' and '.join(_MIXERS)}")
-    if fields["activation"] != "silu":  # it is also that of the convolution
-        rule = "must be 'silu', because layers with a state have no other activation"
-        keys.fail("hidden_act", keys.take("hidden_act"), rule)
-    ranks = {f"gated_delta.{name}": width for name in ("decay_rank", "gate_rank")}
-    found = dict(num_key_heads=heads, num_value_heads=heads, key_dim=width, value_dim=width)
-    found["conv_width"] = window
-    mixers = d.shortest([_MIXERS[kind] for kind in types])
-    return dict(mixers=mixers) | ranks | {f"gated_delta.{name}": n for name, n in found.items()}
+    heads, width, window = sizes
+    found = dict(num_key_heads=heads, num_value_heads=heads, conv_width=window)
+    found |= dict.fromkeys(("key_dim", "value_dim", "decay_rank", "gate_rank"), width)
+    mixers = mixers_of_types(keys, fields, types, _MIXERS)
+    return mixers | {f"gated_delta.{name}": size for name, size in found.items()}
 
 
-def _types_of_lists(keys: k.ConfigKeys, lists: dict[str, object], layers: int) -> list[str]:
+def _types_of_lists(keys: k.ConfigKeys, layers: int) -> list[str]:
     """Return the type of each layer. The lists count layers from 1."""
     found: dict[int, str] = {}
     for name, kind in _LISTS.items():
-        numbers = lists[kind]
-        rule = f"must be a list of numbers from 1 to {layers}, and each layer in one list"
+        numbers = keys.take(name, None)
+        rule = f"must be a list of numbers from 1 to {layers}, each in only one list"
         if not isinstance(numbers, list) or any(type(n) is not int for n in numbers):
             keys.fail(name, numbers, rule)
         if {*numbers} & found.keys() or not {*numbers} <= {*range(1, layers + 1)}:
             keys.fail(name, numbers, rule)
         found |= dict.fromkeys(numbers, kind)
-    if len(found) < layers:
-        missing = next(n for n in range(1, layers + 1) if n not in found)
-        rule = f"or kda_layers must contain {missing}"
-        keys.fail("full_attn_layers", lists["full_attention"], rule)
+    for n in range(1, layers + 1):
+        if n not in found:
+            rule = f"must contain {n}, which is not in kda_layers either"
+            keys.fail("full_attn_layers", keys.take("full_attn_layers"), rule)
     return [found[n] for n in range(1, layers + 1)]
 
 
@@ -174,7 +173,15 @@ KIMI_LINEAR = llama_family(
         ),
         k.Code(_read_dense, _write_dense),
         shared_width("num_shared_experts", 1),
-        k.Code(partial(read_groups, best=2, usual=(1, 1), name="num_expert_group"), _write_groups),
+        k.Code(
+            partial(
+                read_groups,
+                best=2,
+                usual=(1, 1),
+                names=("num_expert_group", "num_experts_per_token"),
+            ),
+            _write_groups,
+        ),
         k.Fixed(**{"gated_delta.gate_activation": "sigmoid"}),
         k.Code(_read_layers, _write_layers),
         k.FixedKeys(mla_use_nope=True, tie_word_embeddings=False),
