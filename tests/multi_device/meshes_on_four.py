@@ -74,6 +74,13 @@ MODELS = {
             query_rank=8, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4
         ),
     ),
+    "kimi": replace(
+        SMALL, positions=None, init_std=0.3, mixers=("gated_delta", "latent_attention"),
+        gated_delta=GatedDelta(
+            num_key_heads=4, num_value_heads=4, key_dim=8, value_dim=4, decay_rank=6, gate_rank=4
+        ),
+        latent_attention=LatentAttention(kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4),
+    ),
     "encoder": replace(SMALL, kind="encoder"),
     "encoder-decoder": replace(SMALL, kind="encoder-decoder", num_layers=1),
     "patches": replace(
@@ -338,7 +345,7 @@ CASES: dict[str, Any] = {
         f"decoding, {name}, {layout}{', set' if context else ''}": partial(
             decoding, name, layout, context
         )
-        for name in ("learned", "rope", "states", "latents")
+        for name in ("learned", "rope", "states", "latents", "kimi")
         for layout in (LAYOUTS[0], LAYOUTS[2])
         for context in (False, True)
     },

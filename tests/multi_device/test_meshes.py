@@ -26,6 +26,8 @@ ROWS_HEADS = ["data", None, "model"]
                 "training, experts, split by heads and widths, set",
                 "training, states, split by heads and widths, set",
                 "training, latents, split by heads and widths, set",
+                "training, kimi, split by heads and widths, set",
+                "decoding, kimi, split by heads and widths, set",
                 "experts of devices, few rows",
                 "experts of devices",
             ],

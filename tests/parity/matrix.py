@@ -114,7 +114,12 @@ class Case:
             more = dict(mixers=tuple(names[mixer] for mixer in self.mixers), norm_eps=0.01)
             if "S" in self.mixers:
                 more["gated_delta"] = GatedDelta(
-                    num_key_heads=2, num_value_heads=6, key_dim=5, value_dim=7, conv_width=3
+                    num_key_heads=2,
+                    num_value_heads=6,
+                    key_dim=5,
+                    value_dim=7,
+                    conv_width=3,
+                    decay_rank=4 if "L" in self.mixers else None,  # as in Kimi Linear
                 )
             if "L" in self.mixers:
                 more["latent_attention"] = LatentAttention(
