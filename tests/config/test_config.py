@@ -38,6 +38,7 @@ from transformer_jax.config.optimizers import Lion
 from transformer_jax.config.tasks import TASKS, ChatTask, DigitsTask, ReverseTask, TonesTask
 from transformer_jax.models.factory import num_params
 from transformer_jax.models.functional import activate
+from transformer_jax.values import value_class
 
 ROPE = dict(positions="rope")
 LINEAR = dict(scaling="linear", factor=2.0)
@@ -487,6 +488,25 @@ def test_every_preset_has_a_training_recipe(name):
     recipe = train_preset(name, steps=3)
     assert recipe.model == preset(name) and recipe.steps == 3
     assert recipe.sequence_len <= recipe.model.max_len
+
+
+def test_default_run_trains_the_small_model_of_shakespeare():
+    assert train_preset().model == preset("shakespeare-cpu")
+
+
+def test_equality_of_value_classes_depends_on_the_class_and_compared_fields():
+    @value_class
+    class One:
+        size: int
+        note: str = dataclasses.field(default="", compare=False)
+
+    class Other(One):
+        pass
+
+    assert One(2, "a") == One(2, "b") and hash(One(2, "a")) == hash(One(2, "b"))
+    assert One(2) != One(3) and One(2) != Other(2) and One(2) != 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        One(2).size = 3
 
 
 def test_only_transformer_base_scales_embeddings():

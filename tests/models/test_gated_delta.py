@@ -625,6 +625,12 @@ def test_only_adapters_of_states_are_trained():
     assert forward_flops(CONFIG, T) < less < whole
     assert forward_flops(CONFIG, T) < training_flops(CONFIG, T, lora=lora) < whole
     assert training_flops(CONFIG, T, frozen=names) < whole
+    # the gradient of the first of two kernels passes through the second
+    first, second = (
+        training_flops(CHANNELS, T, lora=replace(lora, targets=(f"gated_delta/{name}",)))
+        for name in ("decay_latent", "decay")
+    )
+    assert first - second > 2 * 4 * N * H * T
 
 
 @pytest.mark.slow
