@@ -111,10 +111,10 @@ def find_compiler() -> list[str]:
 
 
 def link_flags() -> list[str]:
-    """Return what makes a library for systems that are older than this one.
+    """Return the flags that link a library for older systems.
 
-    Of the names of C++ none is shown, and the functions of float16 that the compiler calls are
-    linked in. See source/older.cpp for the rest.
+    The library exports no C++ names, and contains the float16 functions that the compiler calls.
+    For the other requirements, see source/older.cpp.
     """
     if platform.system() != "Linux":
         return []
