@@ -28,6 +28,9 @@ static inline void put(float* y, int64_t k, int64_t width, vf x) {
 constexpr int LINE = 64;  // bytes of a cache line
 constexpr int DEPTH = 8;  // rows of W that are read together
 constexpr int TOGETHER = 4;  // rows of W^T that are read together
+// For so few rows of x, reading W takes longer than the products, and several streams are read up to
+// twice as fast as one (Zen 2). Not measured with AVX-512.
+constexpr int64_t STREAMED = LANES == 16 ? 0 : 2;
 
 // Prefetch a part of a row of weights into the L2 cache. The hardware prefetches too little if several
 // rows are read together.
@@ -38,10 +41,12 @@ static inline void fetch(const void* p) {
 }
 
 // Add x[M][R] W[R][width] to y[M][width], U registers of outputs at a time, so that each number of x
-// is read for U products. The next R rows are prefetched at the same time.
-template <class T, int M, int R, int U>
-static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t j,
-                                  int64_t width, float* y, int64_t ldy) {
+// is read for U products. The R rows of W are `apart` rows from each other. If they are adjacent, the
+// next R rows are prefetched at the same time; rows that are far apart are streams of their own, which
+// the hardware prefetches.
+template <class T, int M, int R, int U, bool FAR>
+static inline int64_t add_columns(const float* x, int64_t ldx, int64_t apart, const T* w, int64_t ldw,
+                                  int64_t j, int64_t width, float* y, int64_t ldy) {
   for (; j + U * W <= width; j += U * W) {
     vf sum[M][U];
 #pragma GCC unroll 8
@@ -52,11 +57,11 @@ static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64
     for (int r = 0; r < R; r++) {
       vf weights[U];
 #pragma GCC unroll 4
-      for (int u = 0; u < U; u++) weights[u] = weights_at(w + r * ldw + j + u * W);
-      if (R > 1) fetch<U * W * (int)sizeof(T)>(w + (R + r) * ldw + j);
+      for (int u = 0; u < U; u++) weights[u] = weights_at(w + r * apart * ldw + j + u * W);
+      if (R > 1 && !FAR) fetch<U * W * (int)sizeof(T)>(w + (R + r) * ldw + j);
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
-        const vf factor = all(x[m * ldx + r]);
+        const vf factor = all(x[m * ldx + r * apart]);
 #pragma GCC unroll 4
         for (int u = 0; u < U; u++) sum[m][u] += weights[u] * factor;
       }
@@ -69,32 +74,34 @@ static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64
   return j;
 }
 
-template <class T, int M, int R>
-static void add_rows(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t width, float* y,
-                     int64_t ldy) {
+template <class T, int M, int R, bool FAR>
+static void add_rows(const float* x, int64_t ldx, int64_t apart, const T* w, int64_t ldw,
+                     int64_t width, float* y, int64_t ldy) {
   constexpr int U = M < 4 ? 4 : LANES == 16 || M < 8 ? 2 : 1;
-  int64_t j = add_columns<T, M, R, U>(x, ldx, w, ldw, 0, width, y, ldy);
-  if constexpr (U > 1) j = add_columns<T, M, R, 1>(x, ldx, w, ldw, j, width, y, ldy);
+  int64_t j = add_columns<T, M, R, U, FAR>(x, ldx, apart, w, ldw, 0, width, y, ldy);
+  if constexpr (U > 1) j = add_columns<T, M, R, 1, FAR>(x, ldx, apart, w, ldw, j, width, y, ldy);
   for (; j < width; j++)
     for (int m = 0; m < M; m++)
-      for (int r = 0; r < R; r++) y[m * ldy + j] += weight_at(w + r * ldw + j) * x[m * ldx + r];
+      for (int r = 0; r < R; r++)
+        y[m * ldy + j] += weight_at(w + r * apart * ldw + j) * x[m * ldx + r * apart];
 }
 
 template <class T, int R, int M = 8>
 static inline void add_rows_of(int64_t rows, const float* x, int64_t ldx, const T* w, int64_t ldw,
                                int64_t width, float* y, int64_t ldy) {
   for (; rows >= M; rows -= M, x += M * ldx, y += M * ldy)
-    add_rows<T, M, R>(x, ldx, w, ldw, width, y, ldy);
+    add_rows<T, M, R, false>(x, ldx, 1, w, ldw, width, y, ldy);
   if constexpr (M > 1) {
     if (rows) add_rows_of<T, R, M / 2>(rows, x, ldx, w, ldw, width, y, ldy);
   }
 }
 
 // Add x[M][depth] (w[R][depth])^T to y[M][R], U registers of a row at a time, so that each number of x
-// is read for R products. Rows `from` to `to` of the next R rows of weights are prefetched.
+// is read for R products. The rows of w, and the outputs, are `apart` from each other. Rows `from` to
+// `to` of the next R rows of weights are prefetched.
 template <class T, int M, int R, int U>
-static void dot_tile(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t depth,
-                     int64_t from, int64_t to, float* y, int64_t ldy) {
+static void dot_tile(const float* x, int64_t ldx, int64_t apart, const T* w, int64_t ldw,
+                     int64_t depth, int64_t from, int64_t to, float* y, int64_t ldy) {
   vf sums[M][R][U];
 #pragma GCC unroll 4
   for (int m = 0; m < M; m++)
@@ -106,7 +113,7 @@ static void dot_tile(const float* x, int64_t ldx, const T* w, int64_t ldw, int64
     for (int u = 0; u < U; u++) {
       vf weights[R];
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) weights[r] = weights_at(w + r * ldw + k + u * W);
+      for (int r = 0; r < R; r++) weights[r] = weights_at(w + r * apart * ldw + k + u * W);
       for (int64_t r = from; r < to; r++) fetch<LINE>(w + (R + r) * ldw + k + u * W);
 #pragma GCC unroll 4
       for (int m = 0; m < M; m++) {
@@ -120,14 +127,15 @@ static void dot_tile(const float* x, int64_t ldx, const T* w, int64_t ldw, int64
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++)
-        sums[m][r][0] += weights_at(w + r * ldw + k) * load(x + m * ldx + k);
+        sums[m][r][0] += weights_at(w + r * apart * ldw + k) * load(x + m * ldx + k);
   for (int m = 0; m < M; m++)
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
       for (int u = 1; u < U; u++) sums[m][r][0] += sums[m][r][u];
       float total = sum(sums[m][r][0]);
-      for (int64_t at = k; at < depth; at++) total += weight_at(w + r * ldw + at) * x[m * ldx + at];
-      y[m * ldy + r] += total;
+      for (int64_t at = k; at < depth; at++)
+        total += weight_at(w + r * apart * ldw + at) * x[m * ldx + at];
+      y[m * ldy + r * apart] += total;
     }
 }
 
@@ -138,7 +146,7 @@ static void dot_rows(int64_t rows, const float* x, int64_t ldx, const T* w, int6
   constexpr int U = M == 1 && R == 1 ? 4 : 1;
   constexpr int FETCHED = R > 1 ? R : 0;
   for (; rows >= M; rows -= M, x += M * ldx, y += M * ldy, tile++)
-    dot_tile<T, M, R, U>(x, ldx, w, ldw, depth, FETCHED * tile / tiles,
+    dot_tile<T, M, R, U>(x, ldx, 1, w, ldw, depth, FETCHED * tile / tiles,
                          FETCHED * (tile + 1) / tiles, y, ldy);
   if constexpr (M > 1) {
     if (rows) dot_rows<T, R, M / 2>(rows, x, ldx, w, ldw, depth, y, ldy, tile, tiles);
@@ -194,7 +202,14 @@ struct Sums {
   // Add x[rows][k..end] W[k..end][o..o + count] to `to`.
   void add(int64_t k, int64_t end, int64_t o, int64_t count, float* to, int64_t ldy) const {
     const T* w = (const T*)p.weights + o;
-    // whole rows of weights are fully prefetched by the hardware
+    if (p.rows <= STREAMED && !p.fixed) {
+      const int64_t apart = (end - k) / DEPTH;
+      const auto add = p.rows == 1 ? add_rows<T, 1, DEPTH, true> : add_rows<T, 2, DEPTH, true>;
+      for (int64_t i = k; i < k + apart; i++)
+        add(p.x + i, p.inputs, apart, w + i * p.outputs, p.outputs, count, to, ldy);
+      k += DEPTH * apart;
+    }
+    // one stream of whole rows is fully prefetched by the hardware
     for (; (p.rows > 1 || p.fixed) && k + DEPTH <= end; k += DEPTH)
       add_rows_of<T, DEPTH>(p.rows, p.x + k, p.inputs, w + k * p.outputs, p.outputs, count, to, ldy);
     for (; k < end; k++)
@@ -213,7 +228,15 @@ struct Sums {
       const T* w = (const T*)p.weights + begin * p.inputs + k;
       float* y = p.y + begin;
       const int64_t count = std::min(depth, p.inputs - k);
-      for (int64_t left = end - begin; left > 0;) {
+      int64_t left = end - begin;
+      if (p.rows == 1 && STREAMED) {
+        const int64_t apart = left / TOGETHER;
+        for (int64_t o = 0; o < apart; o++)
+          dot_tile<T, 1, TOGETHER, 1>(p.x + k, p.inputs, apart, w + o * p.inputs, p.inputs, count, 0, 0,
+                                      y + o, p.outputs);
+        w += TOGETHER * apart * p.inputs, y += TOGETHER * apart, left -= TOGETHER * apart;
+      }
+      while (left > 0) {
         const int64_t R = p.rows > 1 && left >= TOGETHER ? TOGETHER : 1;
         if (R > 1)
           dot_rows<T, TOGETHER, M>(p.rows, p.x + k, p.inputs, w, p.inputs, count, y, p.outputs, 0, tiles);
