@@ -175,6 +175,22 @@ def test_each_curve_has_distinct_color_and_label(runs, tmp_path, monkeypatch):
     least = np.subtract(*loss.get_ylim()[::-1]) / 22
     assert places[0] == min(ends)[0] and places[1] == max(max(ends)[0], places[0] + least)
     assert [text.get_color() for text in loss.texts] == [COLOURS[1], COLOURS[0]]
+    assert [axes.get_title(loc="left") for axes in (rate, speed)] == [
+        "learning rate", "tokens per second",
+    ]  # fmt: skip
+
+
+def test_labels_are_stacked_by_final_loss_whatever_the_length_of_the_runs(
+    runs, tmp_path, monkeypatch
+):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, out: drawn.append(figure))
+    long, short = read_runs(runs)
+    lines = [line | {"val_loss": 3.0} for line in short.lines if "val_loss" in line]
+    draw([replace(short, lines=tuple(lines)), long], "step", tmp_path / "runs.png")
+    texts = drawn[0].axes[0].texts
+    assert [text.get_text().split()[0] for text in texts] == ["small", "wide"]
+    assert texts[1].xyann[1] == 3.0
 
 
 @pytest.mark.slow

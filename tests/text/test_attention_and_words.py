@@ -122,6 +122,9 @@ def test_picture_labels_stay_within_bounds_without_overlap(L, N, tokens):
     for number, image in enumerate(axes.images[:-1]):
         layer, head = number % L, number // L
         np.testing.assert_array_equal(image.get_array(), seen.weights[layer, head])
+        heading = next(text for text in axes.texts if text.get_text() == f"head {head}")
+        assert heading.get_position()[0] == pytest.approx(np.mean(image.get_extent()[:2]))
+    assert {text.get_rotation() for text in axes.texts} <= {0.0, 90.0}
     places = [(text.get_text(), text.get_window_extent()) for text in axes.texts]
     for text, place in places:
         assert box.x0 <= place.x0 and place.x1 <= box.x1, text

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import jax
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 import transformer_jax as tj
 from tests.text.models import (
@@ -27,6 +28,7 @@ from transformer_jax.config import ConfigError
 from transformer_jax.interpret import HeadScores
 from transformer_jax.models.factory import build
 from transformer_jax.text.inspect import Attribution, Heads, Lens, Patching
+from transformer_jax.text.tables import Table, draw_tables
 from transformer_jax.tokenizers.special import special_ids
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -314,6 +316,29 @@ def test_picture_shows_every_number_and_fits_labels(seen):
         place = text.get_window_extent()
         assert box.x0 <= place.x0 and place.x1 <= box.x1, text.get_text()
         assert box.y0 <= place.y0 and place.y1 <= box.y1, text.get_text()
+
+
+def test_numbers_of_table_stay_in_their_cells_and_are_legible():
+    """Contrast is the ratio of WCAG 2.1; labels are drawn as they are, without mathematics."""
+    values = np.array([[2.0, -1.9, 0.1], [-0.4, 0.5, 0.0]])
+    figure = draw_tables([Table(r"$\table$", [r"$\one$", "_"], [*"abc"], values)])
+    (axes,) = figure.axes
+    (image,) = axes.images
+    left, right, bottom, top = image.get_extent()
+    assert {r"$\table$", r"$\one$", *"abc"} <= {text.get_text() for text in axes.texts}
+
+    def brightness(color) -> float:
+        rgb = np.array(to_rgb(color))
+        linear = np.where(rgb <= 0.03928, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    for (r, c), value in np.ndenumerate(values):
+        (text,) = [text for text in axes.texts if text.get_text() == f"{value:.2f}"]
+        x, y = text.get_position()
+        assert int((x - left) / (right - left) * 3) == c
+        assert int((y - top) / (bottom - top) * 2) == r
+        pair = brightness(text.get_color()), brightness(image.to_rgba(values / 2)[r, c, :3])
+        assert (max(pair) + 0.05) / (min(pair) + 0.05) > 4.5, value
 
 
 def test_patching_columns_show_both_tokens_if_they_differ():

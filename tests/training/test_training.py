@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from matplotlib.figure import Figure
 
 from tests.support.saved import arrays_of, largest_file
 from tests.support.tolerances import assert_near, assert_same_bits
@@ -761,12 +762,19 @@ def test_folder_with_only_stale_lock_is_treated_as_unused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_run_with_any_name_can_be_plotted(tmp_path):
+def test_run_with_any_name_can_be_plotted(tmp_path, monkeypatch):
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda it, *to, **kw: drawn.append(it) or save(it, *to, **kw)
+    )
     folder = RunFolder(tmp_path / "f$_$x")
     folder.path.mkdir()
     folder.metrics_file.write_text('{"step": 1, "loss": 2.5}\n')
     plot_losses(folder)
     assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    ((axes,),) = (figure.axes for figure in drawn)
+    assert axes.get_title(loc="left") == "f$_$x"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training"]
 
 
 @pytest.mark.slow
