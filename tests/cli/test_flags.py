@@ -60,7 +60,7 @@ class Adapter:
     """Columns."""
     base: float = 2.0
     """Another base."""
-    targets: tuple[str, ...] = ("all",)
+    targets: tuple[str, ...] | Literal["all"] = "all"
     """Adapted kernels."""
 
 
@@ -142,6 +142,8 @@ def parsed(argv: str, base: Outer | None = None) -> Outer:
         ("--adapter rank=4,base=3", Inner(adapter=Adapter(4, 3.0))),
         ("--adapter targets=q,v,rank=3", Inner(adapter=Adapter(3, targets=("q", "v")))),
         ("--adapter rank=4 --adapter.base 3", Inner(adapter=Adapter(4, 3.0))),
+        ("--adapter rank=4 --targets all", Inner(adapter=Adapter(4, targets="all"))),
+        ("--adapter rank=4 --targets q", Inner(adapter=Adapter(4, targets=("q",)))),
         ("--inner.seed 5 --width 6 --mode exact", Inner(width=6, seed=5, mode="exact")),
         ("--order turned,base=150,stretch=2", Inner(order=Turned(150.0, 2.0))),
         ("--order tu,reach=.25 --order.base 500", Inner(order=Turned(500.0, reach=0.25))),

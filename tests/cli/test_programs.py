@@ -42,10 +42,11 @@ def process(home: Path, implementation: str, **environment: str):
 
 @pytest.fixture
 def restored():
-    """Restore the JAX settings that a command changes."""
+    """Start without a cache folder, and restore the JAX settings that a command changes."""
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before = {name: getattr(jax.config, name) for name in names}
     show = programs.warnings.showwarning
+    jax.config.update("jax_compilation_cache_dir", None)
     yield
     for name, value in before.items():
         jax.config.update(name, value)
