@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,15 @@ from transformer_jax.corpus import documents as reading
 from transformer_jax.corpus import is_prepared, open_corpus, prepare
 from transformer_jax.corpus import prepare as preparing  # the function; its module is below
 from transformer_jax.corpus.documents import cut_file, read_input
-from transformer_jax.corpus.folder import MANIFEST, PARTS, end_id, prepared_folders, sealed
+from transformer_jax.corpus.folder import (
+    MANIFEST,
+    PARTS,
+    PLAN,
+    TOKENIZER,
+    end_id,
+    prepared_folders,
+    sealed,
+)
 from transformer_jax.corpus.prepare import Progress, part_of, token_dtype
 from transformer_jax.tokenizers.special import plain
 from transformer_jax.tokenizers.trained import ByteTokenizer, WordTokenizer
@@ -150,6 +159,15 @@ def test_documents_are_split_by_paragraph_file_or_json_line(tmp_path):
         paths.append(str(tmp_path / f"{i:02}.txt"))
     corpus = prepare(config(*paths, documents="files", val_fraction=0.3), tmp_path / "files")
     assert documents(corpus, "train") == [t for t in texts[:20] if part_of(t, 0.3) == "train"]
+
+
+def test_half_of_surrogate_pair_is_replaced_on_request(tmp_path):
+    lines = [rf'{{"text": "{i} \ud83d\ude42 \ud83d!"}}' for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    given = config(str(tmp_path / "a.jsonl"), documents=None, text_errors="replace")
+    corpus = prepare(given, tmp_path / "out")
+    found = documents(corpus, "train") + documents(corpus, "val")
+    assert sorted(found) == sorted(f"{i} \U0001f642 \ufffd!" for i in range(40))
 
 
 @pytest.mark.parametrize("block", [1, 3, 17])
@@ -298,6 +316,34 @@ def test_resuming_after_kill_at_any_write_produces_identical_bytes(text, tmp_pat
     assert contents(out) == want
 
 
+def test_preparation_that_lost_a_file_or_only_its_end_can_run_again(text, tmp_path, monkeypatch):
+    out, unlink = tmp_path / "out", Path.unlink
+
+    def killed(*arguments):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(module._Preparation, "finish", killed)
+        prepare(config(text), out)
+    file = out / "train-00000.bin"
+    tokens = file.read_bytes()
+    file.unlink()
+    rule = rf"{file}: has 0 bytes, but {len(tokens)} were written; remove the folder"
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=rule):
+        patch.setattr(Path, "unlink", lambda *arguments, **options: None)  # keep the other files
+        prepare(config(text), out)
+    file.write_bytes(tokens)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(
+            Path, "unlink", lambda path, **options: (killed if path.name == PLAN else unlink)(path)
+        )
+        prepare(config(text), out)
+    assert (out / PLAN).exists()
+    found = contents(prepare(config(text), out).path)
+    assert found == contents(prepare(config(text), tmp_path / "whole").path)
+
+
 SCRIPT = """
 import resource, sys, time
 from transformer_jax.config.prepare import PrepareConfig
@@ -360,6 +406,37 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+WORKERS = """
+import multiprocessing, os, time
+from transformer_jax.corpus.prepare import _start_worker
+def work(seconds):
+    _start_worker()
+    time.sleep(seconds)
+context = multiprocessing.get_context("fork")
+done, busy = (context.Process(target=work, args=(seconds,)) for seconds in (0, 30))
+done.start()
+done.join(30)
+busy.start()
+print(done.exitcode, busy.pid, flush=True)
+time.sleep(30)
+"""
+
+
+def test_worker_ends_with_its_work_or_with_its_parent():
+    with subprocess.Popen([sys.executable, "-c", WORKERS], stdout=subprocess.PIPE) as parent:
+        try:
+            assert parent.stdout is not None
+            code, worker = parent.stdout.readline().split()
+            assert code == b"0" and alive(int(worker))
+            time.sleep(0.1)  # the worker starts to watch its parent
+        finally:
+            parent.kill()
+    deadline = time.monotonic() + 10
+    while alive(int(worker)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(int(worker))
 
 
 @pytest.mark.slow
@@ -483,6 +560,9 @@ def test_prepared_folders_are_recognized(text, tmp_path, monkeypatch):
     assert prepared_folders("one") == ("one",)
     assert prepared_folders("one,two") == ("one", "two")
     assert prepared_folders(text) == prepared_folders("none,neither") == ()
+    (tmp_path / "run").mkdir()
+    shutil.copy(tmp_path / "one" / TOKENIZER, tmp_path / "run")  # a run also has a tokenizer
+    assert prepared_folders("run") == ()
     with pytest.raises(DataError, match="'three' is not a prepared folder"):
         prepared_folders("one,three")
 
