@@ -23,6 +23,8 @@ from transformer_jax.interpret import (
     feature_examples,
     load_dictionary,
 )
+from transformer_jax.interpret.dictionary_task import DictionaryWindows
+from transformer_jax.loading import TextModel
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.training import fit
 from transformer_jax.training.batch import Batch
@@ -143,10 +145,35 @@ def test_dictionary_features_reconstructions_and_loss_match_formulas(active):
     if l1 is not None:
         each = each + l1 * f @ np.linalg.norm(np.float64(dictionary.decoder), axis=1)
     assert weight == valid.sum()
+    residual, spread = (((y - part) ** 2)[valid].sum() for part in (made, dictionary.target_centre))
+    scores = learner.scores(params, Batch(x, y, valid=valid))
+    np.testing.assert_allclose(scores, [mean * weight, weight, weight * (1 - residual / spread)],
+                               rtol=1e-4)  # fmt: skip
     np.testing.assert_allclose(mean, (each / D)[valid].mean(), rtol=1e-4)
     slopes = jax.jit(jax.grad(lambda p: learner.loss(p, Batch(x, y), None)[0]))(params)
     assert all(np.abs(slopes[name]).max() > 0 for name in names[:4])
     assert all((np.asarray(slopes[name]) == 0).all() for name in names[4:])
+
+
+def test_initial_dictionary_has_unit_directions_that_an_autoencoder_reads():
+    for width, target in (5, 5), (5, 7):
+        first = dictionary_learner(width, target, 11, active=3).fresh(jax.random.key(2))
+        assert first["encoder"].shape == (width, 11) and first["decoder"].shape == (11, target)
+        for directions in first["encoder"].T, first["decoder"]:
+            assert_near(np.linalg.norm(directions, axis=1), np.ones(11), FORWARD_F32)
+        same = width == target
+        assert np.array_equal(first["encoder"].T, first["decoder"]) == same
+
+
+def test_dictionary_run_must_have_the_config_of_the_studied_model():
+    studied = tj.ModelConfig(vocab_size=3, d_model=8, num_layers=1, num_heads=2)
+    task = DictionaryTask(of="run", place="block_0/residual", features=7, active=2)
+    model = TextModel(studied, {}, CharTokenizer("ab"))
+    config = tj.TrainConfig(model=studied, init_from="other", tokenizer="pretrained")
+    with pytest.raises(ConfigError, match="init_from is 'other': must be None: a dictionary"):
+        DictionaryWindows(config, task, model)
+    with pytest.raises(ConfigError, match="of is 'run': model must equal the config of that"):
+        DictionaryWindows(dataclasses.replace(config, model=tj.ModelConfig()), task, model)
 
 
 @pytest.mark.slow_except("block_1/feed_forward/input-block_1/feed_forward/output-False")

@@ -11,7 +11,7 @@ from tests.interpret.tiny import SHAPES, VOCAB, B, L, N, T, draw, model_of, more
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import FORWARD_F32, assert_near
 from transformer_jax.config import ModelConfig, RecurrentConfig, Vectors
-from transformer_jax.interpret import logit_attribution, logit_lens
+from transformer_jax.interpret import LogitAttribution, logit_attribution, logit_lens
 from transformer_jax.models.factory import build
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -127,6 +127,16 @@ def test_logit_attributions_sum_to_logit_and_logit_difference(shape):
     assert_near(difference, wanted, 1e-5)
     assert (one.cross_heads is None) == (shape != "t5")
     assert (one.feed_forward is None) == (shape == "attention alone")
+
+
+def test_total_attribution_is_sum_over_layers_and_heads(rng):
+    sizes = dict(embedding=(2, 11), heads=(2, 3, 5, 11), feed_forward=(2, 3, 11), bias=(2, 11))
+    parts = {name: rng.standard_normal(size) for name, size in sizes.items()}
+    cross = rng.standard_normal((2, 7, 5, 11))
+    wanted = sum(part.reshape(2, -1, 11).sum(1) for part in parts.values())
+    np.testing.assert_allclose(LogitAttribution(**parts).total(), wanted)
+    both = LogitAttribution(**parts, cross_heads=cross).total()
+    np.testing.assert_allclose(both, wanted + cross.reshape(2, -1, 11).sum(1))
 
 
 @pytest.mark.slow

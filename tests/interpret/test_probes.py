@@ -42,7 +42,6 @@ def minimum(x, y, penalty):
     return found[: D * C].reshape(D, C), found[D * C :]
 
 
-@pytest.mark.slow
 def test_class_probe_minimizes_loss_and_scores_held_out_rows():
     values, labels = drawn()
     labels[2, 1:] = -1  # padding

@@ -25,8 +25,10 @@ from tests.text.models import (
 )
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.interpret import add, mean, resample, steering_vector, zero
+from transformer_jax.text import scores
 from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.training import batch
+from transformer_jax.training.batch import IGNORE
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 SILENT = zero("block_*/attention/heads", heads=1)
@@ -286,6 +288,19 @@ def test_edits_receive_tokens_without_padding():
     for call in (outside.score, lambda x: outside.generate(x, 2)):
         with pytest.raises(ValueError, match=r"at is 12: must be from 0 to "):
             call("badcabd")
+
+
+def test_edits_receive_the_index_of_the_first_token_of_each_window(monkeypatch):
+    firsts = []
+
+    def nats_of(model, row, module):
+        firsts.append(dict(module.edits)["embedding"].first)
+        return [0.0] * int((row.labels != IGNORE).sum())
+
+    monkeypatch.setattr(scores, "_nats", nats_of)
+    edited = plain().edited(add("embedding", np.arange(8.0), at=12))
+    found = edited.score("badcabfeedfacebadcabfeed", window=11, stride=5)
+    assert len(found.token_nats) == 23 and sorted(firsts) == [0, 5, 10, 15]
 
 
 @pytest.mark.slow
