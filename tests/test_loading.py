@@ -142,3 +142,33 @@ def test_adapters_are_merged_with_their_base_model(monkeypatch):
         "b": [0] * 3,
     }
     assert calls == [("m", True), ("m", base, {"base_sha256": "x"})]
+
+
+def test_run_is_loaded_with_both_tokenizers_and_the_current_base_model(monkeypatch, tmp_path):
+    coders = {name: CharTokenizer(name) for name in ("abc", "xyz")}
+    run = TrainConfig(model=CONFIG)
+    metadata = {"tokenizer_sha256": "abc"}
+    folder = SimpleNamespace(
+        path="r", checkpoints=tmp_path, read_config=lambda: run,
+        read_tokenizer=coders.get, read_source_tokenizer=coders.get,
+    )  # fmt: skip
+    monkeypatch.setattr(loading, "RunFolder", lambda path: folder)
+    monkeypatch.setattr(loading, "_chosen_step", lambda folder, which: ("last", 7))
+    monkeypatch.setattr(
+        loading.checkpoint, "read_manifest", lambda path: SimpleNamespace(metadata=metadata)
+    )
+    trained = {"lora": {"a": 1}, "whole": {}}
+    monkeypatch.setattr(loading, "_restore_trained", lambda config, saved: trained)
+    checked: list[Any] = []
+    monkeypatch.setattr(loading, "_adapted_base", lambda config, found: checked.append(config))
+
+    assert loading.load_run("r").source_tokenizer is None
+    metadata["source_tokenizer_sha256"] = "xyz"
+    found = loading.load_run("r")
+    assert (found.tokenizer, found.source_tokenizer) == (coders["abc"], coders["xyz"])
+
+    run = replace(run, lora=LoraConfig(), init_from="old", tokenizer="pretrained")
+    assert loading.load_adapters("r") == (run, {"a": 1}) and checked == []
+    moved = replace(run, init_from=str(tmp_path))
+    assert loading.load_adapters("r", init_from=tmp_path) == (moved, {"a": 1})
+    assert checked == [moved]

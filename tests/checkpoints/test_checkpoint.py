@@ -122,6 +122,19 @@ def test_jax_arrays_are_restored_exactly_and_can_be_donated(tmp_path, rng):
     assert old.is_deleted()
 
 
+def test_arrays_with_sharding_are_read_to_their_devices(tmp_path):
+    path = save(tmp_path, 3, {"host": np.arange(7.0), "device": jnp.arange(5.0)})
+    (folder,) = (file for file in path.iterdir() if file.is_dir())
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    found = orbax_arrays.read(folder, {
+        "host": jax.ShapeDtypeStruct((7,), np.float64),
+        "device": jax.ShapeDtypeStruct((5,), np.float32, sharding=place),
+    })  # fmt: skip
+    assert isinstance(found["host"], np.ndarray) and isinstance(found["device"], jax.Array)
+    assert found["device"].sharding == place
+    assert found["host"].tolist() == [*range(7)] and found["device"].tolist() == [*range(5)]
+
+
 def test_save_captures_values_at_call_time(tmp_path, monkeypatch):
     """Even if the caller overwrites or donates them before they are written."""
     begin, write = threading.Event(), Saver._write

@@ -163,6 +163,12 @@ def test_bad_words_listed_in_folder_are_not_generated(published, tmp_path, words
             load_text_model(tmp_path / "model")
 
 
+def test_published_model_loads_in_another_dtype_and_with_another_length(published):
+    usual, changes = load_text_model(published).config, dict(dtype="bfloat16", max_len=17)
+    wanted = dataclasses.replace(usual, **changes)
+    assert load_text_model(published, **changes).config == wanted != usual
+
+
 @pytest.mark.slow
 def test_chat_prompt_uses_chat_template(capsys, published):
     expected = greedy(published, [*b"[be]"], 5)

@@ -18,6 +18,7 @@ from transformer_jax.attention.ring import SplitLengths
 from transformer_jax.cache.split_slots import join_split, write_split
 from transformer_jax.config import GatedDelta, LoraConfig, MeshConfig, ModelConfig, TrainConfig
 from transformer_jax.config.tasks import MaskedTask
+from transformer_jax.training.batch import Batch, along_context, identity
 from transformer_jax.training.compiled import needs_balance
 
 LAYOUTS = "plain", "packed", "prefix", "both"
@@ -69,6 +70,21 @@ def test_zigzag_gives_each_device_the_same_number_of_causal_pairs(P):
     assert len({*pairs.tolist()}) == 1
     with pytest.raises(ValueError, match=f"length is {T + 1}: must be a multiple of {2 * P}"):
         zigzag_positions(T + 1, P)
+
+
+def test_prepared_rows_are_in_zigzag_order_along_context():
+    """Segments belong to positions, so they stay in the order of the row."""
+    mesh = jax.make_mesh((1,), ("context",), axis_types=(AxisType.Explicit,))
+    rows = np.arange(5 * 12, dtype=np.int32).reshape(5, 12)
+    at, place = zigzag_positions(12, 3), NamedSharding(mesh, PartitionSpec(None, "context"))
+    given = Batch(rows, rows + 1, segments=rows // 7, valid=rows % 3 > 0)
+    found = along_context(identity, 3, jax.device_put(given, place))
+    wanted = dict(
+        tokens=rows[:, at], labels=rows[:, at] + 1, segments=rows // 7, valid=rows[:, at] % 3 > 0,
+        positions=np.broadcast_to(at, rows.shape),
+    )  # fmt: skip
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(getattr(found, name), value, name)
 
 
 MESH = AbstractMesh((4,), ("context",), axis_types=(AxisType.Explicit,))

@@ -6,8 +6,9 @@ import io
 import itertools
 import sys
 import types
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.checkpoints.run_folder import RunError
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, NgramConfig, TrainConfig
 from transformer_jax.config.mesh import MeshConfig
+from transformer_jax.config.optimizers import AdamW, ScheduleFree
 from transformer_jax.config.tasks import ClassifyTask
 from transformer_jax.models.lora import init_lora
 from transformer_jax.pytree import sha256_of
@@ -31,6 +33,7 @@ from transformer_jax.training.initial import StartModel, start_params
 from transformer_jax.training.placement import Placement, make_placement, parameter_spec
 from transformer_jax.training.profiling import Profile
 from transformer_jax.training.progress import Bar, Lines, Silent
+from transformer_jax.training.run import Run
 from transformer_jax.training.spikes import MOST, Spikes
 from transformer_jax.training.tasks.task import Tokenizers, TrainingTask
 from transformer_jax.training.trackers import Trackers, check_trackers
@@ -421,3 +424,28 @@ def test_ngram_training_step_counts_tokens():
     batch = Batch(tokens[0], labels[0])
     scores = programs.eval_step(found.params, batch)
     np.testing.assert_allclose(scores, [nats.sum(), 3, 1], rtol=1e-5)  # 3 is the most likely
+
+
+@dataclass
+class State:
+    """Fields of a training state that a checkpoint of a run depends on."""
+
+    step: int = 7
+    average: str | None = None
+    eval_params: str = "the mean of the steps"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "average"), [(ScheduleFree(), "the mean of the steps"), (AdamW(), None)]
+)
+def test_checkpoint_of_schedule_free_run_contains_evaluated_parameters(optimizer, average):
+    saved = []
+    run: Any = SimpleNamespace(
+        config=TrainConfig(optimizer=optimizer, schedule="constant"), base=None,
+        task=SimpleNamespace(sha256="data", tokenizers=Tokenizers(CharTokenizer("ab"))),
+        saver=SimpleNamespace(save=lambda *arguments: saved.append(arguments)),
+    )  # fmt: skip
+    Run.save(run, cast(Any, State()), 1.5)
+    ((step, state, metadata),) = saved
+    assert (step, state.average) == (7, average)
+    assert metadata["val_loss"] == 1.5 and metadata["data_sha256"] == "data"

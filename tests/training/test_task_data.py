@@ -222,6 +222,8 @@ def test_only_assistant_tokens_are_used_as_labels(tmp_path):
     assert bucket.tokens[0, :11].tolist() == whole[:-1]
     wanted = [i if yes else IGNORE for i, yes in zip(whole, learned, strict=True)][1:]
     assert bucket.labels[0, :11].tolist() == wanted
+    (rows,) = load_task(run(ChatTask(), write(tmp_path, line * 10))).train.buckets
+    assert rows.segments[0, [0, 10, 11]].tolist() == [1, 1, 2]  # by default, rows are packed
 
 
 def test_short_documents_are_framed_and_packed(tmp_path):
