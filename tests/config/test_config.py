@@ -112,6 +112,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (Learned, {}, dict(offset=-1), "offset", "-1", "not be negative"),
     (Learned, {}, dict(buckets=5), "buckets", "5", "must be even"),
     (Learned, {}, dict(max_distance=5), "max_distance", "5", "needs buckets"),
+    (Learned, dict(buckets=8), dict(max_distance=4), "max_distance", "4", "above buckets / 2 = 4"),
     (ModelConfig, {}, dict(logit_scale=0.0), "logit_scale", "0.0", "positive"),
     (ModelConfig, {}, dict(residual_scale=0.0), "residual_scale", "0.0", "positive"),
     (ModelConfig, dict(glu=True), dict(glu_limit=0.0), "glu_limit", "0.0", "positive"),

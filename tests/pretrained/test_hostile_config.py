@@ -70,6 +70,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "head_dim 2^31-1": (changed(head_dim=2**31 - 1), "must be even and at most"),
     "head_dim 2^31-2": (changed(head_dim=2**31 - 2), f"head_dim is 2147483646, {FILES}"),
     "vocabulary 2^40": (changed(vocab_size=2**40), f"vocab_size is 1099511627776: {INTEGER}"),
+    "vocabulary 2^31": (changed(vocab_size=2**31), f"vocab_size is 2147483648: {INTEGER}"),
     "vocabulary 2^30": (changed(vocab_size=2**30), f"vocab_size is 1073741824, {FILES}"),
     "vocabulary of another": (changed(vocab_size=30),
         r"embed_tokens.weight has shape \[29, 12\]: config.json requires \[30,"),

@@ -27,6 +27,7 @@ from transformer_jax.config import (
     Rope,
     Sinusoidal,
     T5Buckets,
+    preset,
 )
 from transformer_jax.models.factory import build
 from transformer_jax.models.stack import stack_layers
@@ -213,6 +214,15 @@ def small(**changes: Any) -> dict[str, Any]:
 
 def scaled(kind: str, **keys: Any) -> dict[str, Any]:
     return small(rope_scaling=dict(type=kind, **keys))
+
+
+def test_presets_equal_published_configs():
+    assert preset("gpt2") == read_config(PUBLISHED["gpt2"], (), "config.json")
+    longer = read_config(PUBLISHED["Llama-3.1-8B"], (), "config.json")
+    unscaled = Rope(base=longer.positions.base)
+    assert preset("llama3-8b", dtype="float32") == dataclasses.replace(
+        longer, max_len=longer.positions.original_len, positions=unscaled
+    )
 
 
 QWEN_WINDOW = dict(model_type="qwen2", max_window_layers=1, sliding_window=7)

@@ -208,6 +208,7 @@ def test_keys_common_to_all_models_have_no_effect(family):
         ("gpt2", dict(hidden_size=64, n_embd=48), "hidden_size is 64: must equal n_embd, 48"),
         ("gpt2", dict(scale_attn_weights=None), "scale_attn_weights is None: must be True"),
         ("bart", dict(num_hidden_layers=6), "num_hidden_layers is 6: must equal encoder_layers"),
+        ("bart", dict(is_encoder_decoder=False), "is_encoder_decoder is False: must be True"),
         ("bert", dict(is_decoder=True), "is_decoder is True: must be False"),
         ("stablelm", dict(rope_pct=0.5), "rope_pct is 0.5: must be 0.25"),
         ("nomic_bert", dict(mlp_fc1_bias=True), "mlp_fc1_bias is True: must be False"),

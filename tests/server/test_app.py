@@ -361,7 +361,11 @@ def test_metadata_routes_describe_model(client):
         response = client.request(method, path)
         assert response.status_code == status and response.json()["error"]["message"]
     described = client.get("/openapi.json").json()
-    assert described["openapi"] == "3.1.0" and "/v1/completions" in described["paths"]
+    assert described["openapi"] == "3.1.0"
+    responses = described["paths"]["/v1/completions"]["post"]["responses"]
+    for body, media in ("{}", "application/json"), ("{}", "text/plain"):
+        response = client.post("/v1/completions", content=body, headers={"content-type": media})
+        assert response.status_code >= 400 and str(response.status_code) in responses
 
 
 class PausedTurns:

@@ -331,9 +331,17 @@ class TestSentencePiece:
         unknown = tokenizer.encode("a\u4e00", written="refuse")  # <unk> is not a reserved token
         assert unknown[-1] == 2
 
+    def test_first_token_is_reserved_in_vocabulary_without_unknown_token(self, tmp_path):
+        definition = llama()
+        definition["model"]["unk_token"] = None
+        tokenizer = load_tokenizer_folder(write(tmp_path / "m", tokenizer_json=definition))
+        assert "unk" not in tokenizer.special_ids
+        with pytest.raises(DataError, match="the text contains '<unk>', which is a reserved token"):
+            tokenizer.encode("a<unk>", written="refuse")
+
     def test_decode_matches_tokenizers_library(self, tmp_path):
         rng = random.Random(5)
-        for n, content in enumerate((llama(), t5())):
+        for n, content in enumerate((llama(), t5(), t5() | dict(decoder=None))):
             tokenizer = load_tokenizer_folder(write(tmp_path / str(n), tokenizer_json=content))
             library = Library.from_str(json.dumps(content))
             byte = {i for i in range(3, 259)} if n == 0 else set()
@@ -451,6 +459,8 @@ class TestFolder:
         )  # fmt: skip
         folder = write(tmp_path / "x", **gpt2_files(), tokenizer_config_json=config)
         tokenizer = load_tokenizer_folder(folder)
+        assert repr(tokenizer).endswith(", chat template)")
+        assert "template" not in repr(replace(tokenizer, chat_templates=()))
         expected = f"<tool>|<tool>|{END}|"
         assert tokenizer.chat([dict(role="user", content="a")]) == expected
         assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
@@ -833,6 +843,12 @@ class TestClass:
         assert dict(found.languages) == {"en_XX": size, "ro_RO": size + 1}
         found = replace(found, target_ids=(("decoder_start_token_id", size + 1),))
         assert target_of(found).labels == ((), (1, size + 1))
+
+    def test_pegasus_texts_end_with_the_end_token(self, tmp_path):
+        definition = t5() | dict(post_processor=None)
+        files = dict(tokenizer_json=definition, config_json=dict(model_type="pegasus"))
+        found = load_tokenizer_folder(write(tmp_path / "m", **files))
+        assert found.encode("the", special_tokens=True).tolist() == [*found.encode("the"), 1]
 
     def test_nllb_language_token_position_overrides_tokenizer_file(self, tmp_path):
         definition = t5()
