@@ -83,12 +83,13 @@ def test_search_finds_best_learning_rate(best, monkeypatch, tmp_path):
     """The losses fall towards the best rate; a rate far above it gives NaN."""
     tried = []
 
-    def train(config, received, *, vocab_size):
+    def fit(config, *, resume, vocab_size, progress, stop):
+        assert not resume  # each run starts anew
         tried.append(config)
         distance = RATES.index(config.learning_rate) - best
         return SimpleNamespace(val_loss=None if distance > 3 else 2.0 + abs(distance))
 
-    monkeypatch.setattr(compare, "train", train)
+    monkeypatch.setattr(compare, "fit", fit)
     model = RecurrentConfig(vocab_size=11)
     found = search("rnn", BASE, model, tmp_path / "part.txt", str(tmp_path), [])
     assert found == RATES[best]

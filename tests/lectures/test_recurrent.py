@@ -521,6 +521,14 @@ def test_classifier_uses_final_states_from_both_directions(cell):
         assert_near(logits[row], want, 3 * FORWARD_F32)
 
 
+def test_edit_across_packed_documents_of_tagger_is_rejected():
+    edit = {"read_out": lambda x: x - x.mean(axis=1, keepdims=True)}
+    apply = partial(build(TAGGER).edited(edit).apply, {"params": parameters(TAGGER)})
+    assert jax.eval_shape(apply, draw_tokens())[0].shape == (ROWS, TOKENS, VOCAB)
+    with pytest.raises(ValueError, match="edit of read_out needs the tokens of one sequence"):
+        jax.eval_shape(partial(apply, segments=DOCUMENTS), draw_tokens())
+
+
 def test_tagger_without_classes_has_no_head():
     params = parameters(RNN_TAGGER)
     assert "classifier" not in params
@@ -570,7 +578,6 @@ def test_dropout_requires_key():
     assert_near(without[0], want, 3 * FORWARD_F32)
 
 
-@pytest.mark.slow
 def test_dropout_applies_between_layers_but_not_time_steps(monkeypatch):
     """Dropout is also applied to embeddings and before the output, with separate keys."""
     config = dataclasses.replace(GENERAL, dropout=0.3)
