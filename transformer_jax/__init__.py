@@ -17,7 +17,7 @@ The public names are listed below. Import other names from their modules, such a
     Configs        ModelConfig, RecurrentConfig, ConvolutionConfig, WindowConfig, NgramConfig,
                    LoraConfig, TrainConfig, preset, train_preset, PRESETS, ConfigError, Rope,
                    Sinusoidal, Learned, Shaw, T5Buckets, Vectors, Frames, Patches, Experts,
-                   GatedDelta, LatentAttention
+                   GatedDelta, ShortConv, LatentAttention
     Models         build, init_params, num_params, places, quantize, Decoder, Encoder,
                    EncoderDecoder, StreamingEncoder
     Caches         init_cache, init_paged_cache, init_decode_state, cache_bytes, rewind_cache,
@@ -77,6 +77,7 @@ from transformer_jax.config import (
     Patches,
     Rope,
     Shaw,
+    ShortConv,
     Sinusoidal,
     T5Buckets,
     TrainConfig,
@@ -189,6 +190,7 @@ __all__ = [
     "Sample",
     "Segments",
     "Shaw",
+    "ShortConv",
     "Sinusoidal",
     "StateCache",
     "StreamingEncoder",

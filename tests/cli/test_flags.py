@@ -113,7 +113,7 @@ class Outer:
 UNION = ConfigFlags(Outer)
 OPTIONAL = {
     ("lora",), ("mesh",), ("model", "experts"), ("model", "gated_delta"),
-    ("model", "latent_attention"),
+    ("model", "short_conv"), ("model", "latent_attention"),
 }  # fmt: skip
 WORD = ("inner", "adapter")
 """Path of an optional config of one kind, which may be a single word."""

@@ -204,7 +204,14 @@ def test_every_config_field_has_flag():
     expected = flat(tj.TrainConfig, "model").union(*map(flat, models)) - {"block"}  # only in Python
     inputs = tj.Patches, tj.Frames, tj.Vectors
     expected = expected.union(*map(flat, (*KINDS.values(), *TASKS.values(), *inputs)))
-    optional = MeshConfig, tj.LoraConfig, tj.Experts, tj.GatedDelta, tj.LatentAttention
+    optional = (
+        MeshConfig,
+        tj.LoraConfig,
+        tj.Experts,
+        tj.GatedDelta,
+        tj.ShortConv,
+        tj.LatentAttention,
+    )
     expected = expected.union(*map(flat, (*get_args(Optimizer), *optional)))
     assert {path[-1] for path in FLAGS.fields} == expected
     argv = (

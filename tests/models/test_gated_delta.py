@@ -1,6 +1,6 @@
-"""Layers with a state against the recurrence in NumPy float64, and with every feature of a model.
+"""Layers with a state against loops over tokens in NumPy float64, and with all other features.
 
-In the config, layers 0 and 1 have a state, and layer 2 has attention with a gate. The epsilon of
+In the configs, layers 0 and 1 have a state, and layer 2 has attention with a gate. The epsilon of
 its norms is large, because the norm of a head multiplies the rounding errors of a small output.
 """
 
@@ -49,7 +49,14 @@ from transformer_jax import (
 )
 from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.cache import StateCache
-from transformer_jax.config import ConfigError, GatedDelta, MeshConfig, ModelConfig, TrainConfig
+from transformer_jax.config import (
+    ConfigError,
+    GatedDelta,
+    MeshConfig,
+    ModelConfig,
+    ShortConv,
+    TrainConfig,
+)
 from transformer_jax.config.tasks import PrefixTask
 from transformer_jax.decoding.batch_rows import gather_rows, select_rows, write_rows
 from transformer_jax.decoding.continuous_batching import Batcher, Request, serve_requests
@@ -57,7 +64,7 @@ from transformer_jax.decoding.proposers import PromptLookup
 from transformer_jax.decoding.slots import init_slots
 from transformer_jax.interpret import circuits, logit_attribution, path_patching
 from transformer_jax.models.flops import active_params, forward_flops, training_flops
-from transformer_jax.models.gated_delta import GatedDeltaNet
+from transformer_jax.models.gated_delta import GatedDeltaNet, GatedShortConv
 from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
 from transformer_jax.models.quantized import quantize
 from transformer_jax.models.streaming import StreamingEncoder, rebase_cache, receptive_field
@@ -82,6 +89,11 @@ ONLY = replace(CONFIG, mixers=("gated_delta",), num_kv_heads=None, attention_gat
 KIMI = replace(CONFIG.gated_delta, decay_rank=4, gate_rank=9, gate_activation="sigmoid")
 CHANNELS = replace(CONFIG, gated_delta=KIMI)
 """Each channel of a key has its own decay, as in Kimi Delta Attention."""
+CONV = replace(
+    CONFIG, mixers=("short_conv", "short_conv", "attention"), gated_delta=None,
+    short_conv=ShortConv(conv_width=5, conv_bias=True),
+)  # fmt: skip
+"""Two layers are gated short convolutions, as in LFM2."""
 HOLES = np.arange(T * ROWS).reshape(ROWS, T) % 5 != 2
 HOLES = np.where(HOLES, np.cumsum(HOLES, axis=1) - 1, -1)
 
@@ -169,6 +181,34 @@ def test_options_equal_recurrence(rng, changes):
     assert_near(got, want, 5 * FORWARD_F32)
 
 
+@pytest.mark.parametrize("positions", [LEFT, RIGHT, HOLES], ids=["left", "right", "holes"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_convolution_equals_loop_in_float64(rng, positions, bias):
+    config = replace(CONV, short_conv=ShortConv(conv_width=5, conv_bias=bias))
+    layer, x = GatedShortConv(config), rng.normal(size=(ROWS, T, 24)).astype(np.float32)
+    params = layer.init({"params": jax.random.key(1)}, x)["params"]
+    params = jax.tree.map(lambda y: rng.normal(size=y.shape).astype(np.float32), params)
+    segments = np.cumsum(rng.random((ROWS, T)) < 0.2, axis=1)
+    got, _ = layer.apply({"params": params}, x, positions=positions, segments=segments)
+    w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def linear(name, x):
+        return x @ w[name]["kernel"] + (w[name]["bias"] if bias else 0)
+
+    want = np.zeros(x.shape)
+    for b in range(ROWS):
+        past, document = [], None
+        for t in np.flatnonzero(positions[b] >= 0):
+            if segments[b, t] != document:
+                past, document = [], segments[b, t]
+            past = [*past, linear("input_gate", x[b, t]) * linear("up", x[b, t])][-5:]
+            mixed = sum(w["conv"][4 - i] * one for i, one in enumerate(reversed(past)))
+            mixed = mixed + (w["conv_bias"] if bias else 0)
+            want[b, t] = linear("down", linear("output_gate", x[b, t]) * mixed)
+    real = positions >= 0
+    assert_near(np.asarray(got)[real], want[real], 5 * FORWARD_F32)
+
+
 def test_layers_with_a_state_place_their_norms_independently(params):
     """Only the attention of block 2 has norms on its outputs."""
     sizes = replace(CONFIG.gated_delta, norm_order="pre")
@@ -200,7 +240,7 @@ def test_captured_state_equals_recurrence(params, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, CHANNELS], ids=["hybrid", "kimi"])
+@pytest.mark.parametrize("config", [CONFIG, CHANNELS, CONV], ids=["hybrid", "kimi", "conv"])
 def test_gradients_of_all_parameters_are_finite_and_not_zero(config):
     params = init_params(config, jax.random.key(7))
 
@@ -215,13 +255,16 @@ def test_gradients_of_all_parameters_are_finite_and_not_zero(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["attention", "dots", "full"])
-def test_recomputation_does_not_change_gradients(params, remat):
+@pytest.mark.parametrize("config", [CONFIG, CONV], ids=["hybrid", "conv"])
+def test_recomputation_does_not_change_gradients(config, remat):
+    params = init_params(config, jax.random.key(7))
+
     def gradient(config):
         loss = lambda p: logits_of(config, p, TOKENS).std()  # noqa: E731
         return jax.grad(loss)(params)["decoder"]
 
-    want = gradient(CONFIG)
-    got = gradient(replace(CONFIG, remat=remat))
+    want = gradient(config)
+    got = gradient(replace(config, remat=remat))
     jax.tree.map(lambda x, y: assert_near(x, y, GRADIENT_F32), got, want)
 
 
@@ -230,7 +273,9 @@ def test_recomputation_does_not_change_gradients(params, remat):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", [LEFT, RIGHT, HOLES], ids=["left", "right", "holes"])
-@pytest.mark.parametrize("config", [CONFIG, ONLY, CHANNELS], ids=["hybrid", "states only", "kimi"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, ONLY, CHANNELS, CONV], ids=["hybrid", "only", "kimi", "conv"]
+)
 def test_padding_changes_no_logits(config, positions):
     params = init_params(config, jax.random.key(7))
     got = np.asarray(logits_of(config, params, TOKENS, positions=jnp.asarray(positions)))
@@ -241,21 +286,25 @@ def test_padding_changes_no_logits(config, positions):
 
 
 @pytest.mark.slow
-def test_packed_documents_equal_separate_rows(params):
+@pytest.mark.parametrize("config", [CONFIG, CONV], ids=["hybrid", "conv"])
+def test_packed_documents_equal_separate_rows(config):
+    params = init_params(config, jax.random.key(7))
     starts = (0, 4, 5, 13, T)
     segments = np.repeat(np.arange(4), np.diff(starts))[None].repeat(ROWS, axis=0)
-    got = np.asarray(logits_of(CONFIG, params, TOKENS, segments=segments))
+    got = np.asarray(logits_of(config, params, TOKENS, segments=segments))
     for start, end in pairwise(starts):
         alone = np.pad(TOKENS[:, start:end], ((0, 0), (0, T - end + start)))
-        alone = logits_of(CONFIG, params, alone)
+        alone = logits_of(config, params, alone)
         assert_near(got[:, start:end], alone[:, : end - start], ERROR)
 
 
 # The cache
 
 
-@pytest.mark.slow_except("5-hybrid")
-@pytest.mark.parametrize("config", [CONFIG, ONLY, CHANNELS], ids=["hybrid", "states only", "kimi"])
+@pytest.mark.slow_except("5-hybrid", "5-conv")
+@pytest.mark.parametrize(
+    "config", [CONFIG, ONLY, CHANNELS, CONV], ids=["hybrid", "only", "kimi", "conv"]
+)
 @pytest.mark.parametrize("chunk", [1, 5, T])
 def test_cached_logits_equal_full_pass(config, chunk):
     params = init_params(config, jax.random.key(7))
@@ -271,19 +320,21 @@ def test_cached_logits_equal_full_pass(config, chunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", [LEFT, RIGHT], ids=["left", "right"])
-def test_padded_chunks_leave_state_and_tail_unchanged(params, positions):
+@pytest.mark.parametrize("config", [CONFIG, CONV], ids=["hybrid", "conv"])
+def test_padded_chunks_leave_state_and_tail_unchanged(config, positions):
     """Rows are read in chunks in which some rows contain only padding."""
-    cache = init_cache(CONFIG, ROWS, T)
+    params = init_params(config, jax.random.key(7))
+    cache = init_cache(config, ROWS, T)
     for start in range(0, T, 4):
         part = slice(start, start + 4)
-        _, cache = read(CONFIG, params, TOKENS[:, part], cache, jnp.asarray(positions[:, part]))
+        _, cache = read(config, params, TOKENS[:, part], cache, jnp.asarray(positions[:, part]))
     assert cache.length.tolist() == LENGTHS.tolist()
     for row in range(ROWS):
         real = TOKENS[row : row + 1, positions[row] >= 0]
-        _, alone = read(CONFIG, params, real, init_cache(CONFIG, 1, T))
+        _, alone = read(config, params, real, init_cache(config, 1, T))
         for got, want in zip(cache.layers[:2], alone.layers[:2], strict=True):
-            assert_near(got.state[row], want.state[0], ERROR)
-            assert_near(got.tail[row], want.tail[0], ERROR)
+            for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                assert_near(x[row], y[0], ERROR)
 
 
 def test_cache_of_a_layer_with_a_state_does_not_grow(params):
@@ -297,25 +348,31 @@ def test_cache_of_a_layer_with_a_state_does_not_grow(params):
     assert isinstance(cache.layers[0], StateCache) and cache.capacity == 11
     assert (cache.layers[0].state.dtype, cache.layers[0].tail.dtype) == (jnp.float32, jnp.bfloat16)
     assert init_cache(ONLY, 2, 11).capacity == 0
+    assert cache_bytes(CONV, 5, 11) == 5 * (2 * (4 * 24 * 4 + 4) + keys(11) + 4)
+    assert init_cache(CONV, 2, 11, jnp.int8).layers[0].state is None
 
 
 @pytest.mark.slow
-def test_rows_of_a_cache_are_forked_gathered_selected_and_reset(params):
-    _, cache = read(CONFIG, params, TOKENS, init_cache(CONFIG, ROWS, 2 * T))
-    want = logits_of(CONFIG, params, np.concatenate([TOKENS, TOKENS[::-1, :4]], axis=1))[:, T:]
+@pytest.mark.parametrize("config", [CONFIG, CONV], ids=["hybrid", "conv"])
+def test_rows_of_a_cache_are_forked_gathered_selected_and_reset(config):
+    params = init_params(config, jax.random.key(7))
+    _, cache = read(config, params, TOKENS, init_cache(config, ROWS, 2 * T))
+    want = logits_of(config, params, np.concatenate([TOKENS, TOKENS[::-1, :4]], axis=1))[:, T:]
     rows = jnp.array([2, 0, 2, 1])
     copies = gather_rows(fork(cache, 2), 2 * rows + 1)
     new = jnp.asarray(TOKENS[::-1, :4])[rows]
-    assert_near(read(CONFIG, params, new, copies)[0], want[rows], ERROR)
-    written = write_rows(cache, jnp.array([2]), init_cache(CONFIG, 1, 2 * T))
+    assert_near(read(config, params, new, copies)[0], want[rows], ERROR)
+    written = write_rows(cache, jnp.array([2]), init_cache(config, 1, 2 * T))
     reset = select_rows(jnp.array([False, True, True]), written, cache)
-    logits, _ = read(CONFIG, params, jnp.asarray(TOKENS[::-1, :4]), reset)
+    logits, _ = read(config, params, jnp.asarray(TOKENS[::-1, :4]), reset)
     assert_near(logits[:2], want[:2], ERROR)
-    assert_near(logits[2], logits_of(CONFIG, params, TOKENS[::-1, :4])[2], ERROR)
+    assert_near(logits[2], logits_of(config, params, TOKENS[::-1, :4])[2], ERROR)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, ONLY, CHANNELS], ids=["hybrid", "states only", "kimi"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, ONLY, CHANNELS, CONV], ids=["hybrid", "only", "kimi", "conv"]
+)
 def test_ragged_prompts_generate_the_tokens_of_the_full_pass(config):
     params = init_params(config, jax.random.key(7))
     out = generate(
@@ -329,9 +386,11 @@ def test_ragged_prompts_generate_the_tokens_of_the_full_pass(config):
 
 
 @pytest.mark.slow
-def test_beam_scores_equal_the_full_pass(params):
+@pytest.mark.parametrize("config", [CONFIG, CONV], ids=["hybrid", "conv"])
+def test_beam_scores_equal_the_full_pass(config):
+    params = init_params(config, jax.random.key(7))
     found = beam_search(
-        make_step(build(CONFIG)), params, TOKENS, init_cache(CONFIG, ROWS, 2 * T), lengths=LENGTHS,
+        make_step(build(config)), params, TOKENS, init_cache(config, ROWS, 2 * T), lengths=LENGTHS,
         num_tokens=5, num_beams=3, num_results=3,
     )  # fmt: skip
     for row, length in enumerate(LENGTHS):
@@ -339,24 +398,26 @@ def test_beam_scores_equal_the_full_pass(params):
             np.asarray(found.tokens)[row], np.asarray(found.log_probs)[row], strict=True
         ):
             text = np.concatenate([TOKENS[row, :length], new])
-            logits = logits_of(CONFIG, params, np.pad(text, (0, 2 * T - len(text)))[None])[0]
+            logits = logits_of(config, params, np.pad(text, (0, 2 * T - len(text)))[None])[0]
             log_p = jax.nn.log_softmax(logits[length - 1 : length + 4], axis=-1)
             assert_near(score, np.take_along_axis(log_p, new[:, None], axis=1).sum(), 1e-5)
 
 
 @pytest.mark.slow
-def test_served_requests_equal_separate_generation(params):
+@pytest.mark.parametrize("config", [CONFIG, CONV], ids=["hybrid", "conv"])
+def test_served_requests_equal_separate_generation(config):
     """Slots are reused, so their states must be replaced."""
-    step, rng = make_step(build(CONFIG)), np.random.default_rng(5)
+    params = init_params(config, jax.random.key(7))
+    step, rng = make_step(build(config)), np.random.default_rng(5)
     requests = [
         Request(rng.integers(0, VOCAB, rng.integers(1, 12)), int(rng.integers(1, 9)), id=i)
         for i in range(7)
     ]
-    got = serve_requests(step, params, requests, init_cache(CONFIG, 1, T), slots=2, capacity=T)
+    got = serve_requests(step, params, requests, init_cache(config, 1, T), slots=2, capacity=T)
     for answer in got:
         request = requests[answer.id]
         out = generate(
-            step, params, request.prompt[None], init_cache(CONFIG, 1, T),
+            step, params, request.prompt[None], init_cache(config, 1, T),
             num_tokens=request.num_tokens,
         )  # fmt: skip
         assert answer.error is None and answer.tokens.tolist() == out.tokens[0].tolist()
@@ -368,7 +429,7 @@ def test_served_requests_equal_separate_generation(params):
 @pytest.mark.slow
 def test_tokens_cannot_be_removed_from_a_state(params):
     _, cache = read(CONFIG, params, TOKENS, init_cache(CONFIG, ROWS, 2 * T))
-    rule = "does not support a StateCache: tokens cannot be removed from the state of a gated_delta"
+    rule = "does not support a StateCache: tokens cannot be removed from the state of a layer"
     with pytest.raises(ValueError, match=f"rewind_cache {rule}"):
         rewind_cache(cache, jnp.array([3, 3, 3]))
     with pytest.raises(ValueError, match=f"rebase_cache {rule}"):
@@ -406,7 +467,7 @@ def test_positions_that_a_state_cannot_read_are_rejected(params):
 @pytest.mark.slow
 def test_unsupported_calls_name_the_reason(params):
     model, apply = build(CONFIG), partial(build(CONFIG).apply, {"params": params})
-    with pytest.raises(ValueError, match=r"gated_delta layers support only Causal\(\)"):
+    with pytest.raises(ValueError, match=r"layers with a state support only Causal\(\)"):
         apply(TOKENS, mask=Causal() & Padding(jnp.asarray(RIGHT >= 0)))
     assert_near(apply(TOKENS, mask=Causal())[0], apply(TOKENS)[0], FORWARD_F32)
     with pytest.raises(ValueError, match="a paged cache supports no layers with a state"):
@@ -417,7 +478,7 @@ def test_unsupported_calls_name_the_reason(params):
         apply(TOKENS, cache=init_cache(ONLY, ROWS, T))
     with pytest.raises(ValueError, match="a StreamingEncoder needs attention"):
         StreamingEncoder(replace(CONFIG, window=5), frame_dim=3)
-    with pytest.raises(ValueError, match="a gated_delta layer sees everything"):
+    with pytest.raises(ValueError, match="layers with a state have no window"):
         receptive_field(replace(CONFIG, window=5))
     with pytest.raises(ValueError, match="but states can only be captured"):
         model.edited({"block_0/gated_delta/state": lambda state: state})
@@ -438,19 +499,23 @@ def test_tools_that_compare_all_layers_need_attention_in_each(params):
 
 
 @pytest.mark.slow
-def test_path_patching_freezes_the_heads_of_states(params):
+@pytest.mark.parametrize("config", [CONFIG, CONV], ids=["hybrid", "conv"])
+def test_path_patching_freezes_branches_with_states(config):
     """With every branch frozen, a sender affects the logits only along the residual stream."""
-    model, other = build(CONFIG), (TOKENS + 1) % VOCAB
-    first = "block_0/gated_delta/heads"
+    params = init_params(config, jax.random.key(7))
+    model, other = build(config), (TOKENS + 1) % VOCAB
+    first = f"block_0/{config.mixer(0)}/{'output' if config == CONV else 'heads'}"
     got = path_patching(
         model, params, TOKENS, other, first, "logits", lambda logits: logits[:, -1, 3], each=()
     )
     *_, clean = model.apply({"params": params}, TOKENS, capture=(first,))
     *_, found = model.apply({"params": params}, other, capture=("block_2/residual", first))
-    out = params["decoder"]["block_0"]["gated_delta"]["out"]["kernel"]
-    moved = jnp.einsum("BTNH,NHD->BTD", clean[first] - found[first], out)
+    moved = clean[first] - found[first]
+    if config == CONFIG:
+        out = params["decoder"]["block_0"]["gated_delta"]["out"]["kernel"]
+        moved = jnp.einsum("BTNH,NHD->BTD", moved, out)
     x = np.asarray(found["block_2/residual"] + moved, np.float64)[:, -1]
-    x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + CONFIG.norm_eps)
+    x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.norm_eps)
     x = x * np.asarray(params["decoder"]["norm"]["scale"], np.float64)
     assert_near(got[0], x @ np.asarray(params["embed"]["tokens"], np.float64)[3], 2e-5)
 
@@ -469,7 +534,9 @@ def test_path_patching_freezes_the_heads_of_states(params):
             dict(gated_delta=replace(CONFIG.gated_delta, norm_order="output"), first_norm=False),
             "first_norm is False: needs norm_order 'pre' in layer 0",
         ),
-        (dict(invariant=True), "cannot be promised for gated_delta layers"),
+        (dict(short_conv=ShortConv()), "short_conv is .*: needs short_conv in mixers"),
+        (dict(mixers=("short_conv",), gated_delta=None), "short_conv is None: must be set"),
+        (dict(invariant=True), "cannot be promised for layers with a state"),
         (
             dict(norm_order="post", gated_delta=GatedDelta(norm_order="pre")),
             "gated_delta.norm_order is 'pre': needs a norm and norm_order 'pre', 'sandwich' or",
@@ -482,7 +549,9 @@ def test_invalid_patterns_are_rejected(changes, message):
 
 
 def test_task_that_reads_a_source_in_both_directions_needs_attention():
-    with pytest.raises(ConfigError, match="bidirectional is True: must be False, because gated"):
+    with pytest.raises(
+        ConfigError, match="bidirectional is True: must be False, because layers with"
+    ):
         PrefixTask().check_model(CONFIG)
     PrefixTask(bidirectional=False).check_model(CONFIG)
     PrefixTask().check_model(replace(CONFIG, mixers=None, gated_delta=None))
@@ -505,6 +574,9 @@ def test_kernels_of_states_are_split_over_devices(module):
     latent = "decoder", "block_0", "gated_delta", f"{module}_latent", "kernel"
     if module in ("gate", "decay"):
         assert parameter_spec(latent, (24, 8), sizes) == PartitionSpec("fsdp", None)
+    for name, split in (("output_gate", ("fsdp", "tensor")), ("down", ("tensor", "fsdp"))):
+        names = "decoder", "block_0", "short_conv", name, "kernel"
+        assert parameter_spec(names, (24, 24), sizes) == PartitionSpec(*split)
     gate = "decoder", "block_2", "attention", "gate", "kernel"
     assert parameter_spec(gate, (24, 4, 6), sizes)[:2] == ("fsdp", "tensor")
 
@@ -534,12 +606,13 @@ def test_pattern_repeats_over_the_layers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, CHANNELS], ids=["hybrid", "kimi"])
+@pytest.mark.parametrize("config", [CONFIG, CHANNELS, CONV], ids=["hybrid", "kimi", "conv"])
 def test_captures_are_the_values_that_edits_replace(config):
     model, params = build(config), init_params(config, jax.random.key(7))
-    names = [n for n in places(config) if n.startswith("block_1/gated_delta") and "state" not in n]
+    branch = f"block_1/{config.mixer(1)}/"
+    names = [n for n in places(config) if n.startswith(branch) and "state" not in n]
     want, _, found = model.apply({"params": params}, TOKENS, capture=names)
-    assert len(names) == 8
+    assert len(names) == (6 if config == CONV else 8)
     for name in names:
         assert found[name].shape == tuple(
             dict(B=ROWS, T=T).get(size, size) for size in places(config)[name]
@@ -563,15 +636,19 @@ def test_edit_does_not_depend_on_the_split_into_calls(params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, CHANNELS], ids=["hybrid", "kimi"])
+@pytest.mark.parametrize("config", [CONFIG, CHANNELS, CONV], ids=["hybrid", "kimi", "conv"])
 def test_adapters_change_and_merge_like_dense_kernels(config):
     params = init_params(config, jax.random.key(7))
     lora = LoraConfig(rank=2, targets="all-linear")
     adapters = init_lora(params, lora, jax.random.key(2))
     adapters = jax.tree.map(lambda x: x + 0.05, adapters)
-    names = {n for n in adapters["decoder"]["block_0"]["gated_delta"] if "latent" not in n}
-    assert names == {"query", "key", "value", "gate", "beta", "decay", "out"}
-    assert adapters["decoder"]["block_2"]["attention"].keys() == {*names} - {"beta", "decay"}
+    first, last = adapters["decoder"]["block_0"], adapters["decoder"]["block_2"]
+    names = {n for n in first[config.mixer(0)] if "latent" not in n}
+    assert last["attention"].keys() == {"query", "key", "value", "gate", "out"}
+    if config == CONV:
+        assert names == {"up", "input_gate", "output_gate", "down"}
+    else:
+        assert names == {*last["attention"], "beta", "decay"}
     got = logits_of(config, with_adapters(params, adapters, lora), TOKENS)
     merged = logits_of(config, apply_lora(params, adapters, lora), TOKENS)
     assert_near(got, merged, 5 * ERROR)
@@ -579,14 +656,15 @@ def test_adapters_change_and_merge_like_dense_kernels(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, CHANNELS], ids=["hybrid", "kimi"])
+@pytest.mark.parametrize("config", [CONFIG, CHANNELS, CONV], ids=["hybrid", "kimi", "conv"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantized_kernels_equal_dequantized_ones(config, kind):
     params = init_params(config, jax.random.key(7))
     small = quantize(params, kind)
-    block = small["decoder"]["block_0"]["gated_delta"]
-    assert all(hasattr(block[name]["kernel"], "bits") for name in ("query", "gate", "out"))
-    assert block["value_conv"].ndim == 2
+    block = small["decoder"]["block_0"][config.mixer(0)]
+    names = ("up", "down") if config == CONV else ("query", "gate", "out")
+    assert all(hasattr(block[name]["kernel"], "bits") for name in names)
+    assert block["conv" if config == CONV else "value_conv"].ndim == 2
     assert hasattr(small["decoder"]["block_2"]["attention"]["gate"]["kernel"], "bits")
     dense = jax.tree.map(
         lambda x: x.astype(jnp.float32), small, is_leaf=lambda x: hasattr(x, "bits")
@@ -613,6 +691,11 @@ def test_counts_of_parameters_and_operations():
     assert num_params(CHANNELS) == num_params(CONFIG) + 2 * (more + N * H - N)
     assert forward_flops(CHANNELS, T) == forward + 2 * 2 * more * T
     assert training_flops(CHANNELS, T) == 3 * forward_flops(CHANNELS, T)
+    both = 2 * (4 * D * D + 4 * D + 5 * D + D - mixer)
+    assert num_params(CONV) == num_params(CONFIG) + both
+    less = 2 * (kernels + 3 * N * H * HV - 4 * D * D) * 2 * T
+    assert forward_flops(CONV, T) == forward - less
+    assert training_flops(CONV, T) == 3 * forward_flops(CONV, T)
 
 
 def test_only_adapters_of_states_are_trained():
@@ -631,20 +714,34 @@ def test_only_adapters_of_states_are_trained():
         for name in ("decay_latent", "decay")
     )
     assert first - second > 2 * 4 * N * H * T
+    first, second = (
+        training_flops(CONV, T, lora=replace(lora, targets=(f"short_conv/{name}",)))
+        for name in ("output_gate", "down")
+    )
+    assert first - second == 2 * 24 * 24 * T
 
 
 @pytest.mark.slow
-def test_exported_decoder_has_a_state_for_any_prompt_length(params, tmp_path):
+@pytest.mark.parametrize("config", [CONFIG, CONV], ids=["hybrid", "conv"])
+def test_exported_decoder_has_a_state_for_any_prompt_length(config, tmp_path):
+    params = init_params(config, jax.random.key(7))
     pytest.importorskip("flatbuffers")
     files = pytest.importorskip("safetensors.numpy")
-    export_decoder(tmp_path / "decoder", CONFIG, params, context=T, batch=2)
+    export_decoder(tmp_path / "decoder", config, params, context=T, batch=2)
     programs = (tmp_path / f"decoder/{name}.jax" for name in ("prefill", "step"))
     prefill, step = (export.deserialize(bytearray(path.read_bytes())) for path in programs)
     arrays = files.load_file(tmp_path / "decoder/model.safetensors")
     logits, state = prefill.call(arrays, TOKENS[:2, :7], LENGTHS[:2] * 0 + 7)
-    want = logits_of(CONFIG, params, TOKENS[:2])
+    want = logits_of(config, params, TOKENS[:2])
     assert_near(logits, want[:, 6], ERROR)
-    assert state["layers/0/state"].shape == (2, N, H, HV)
+    sizes = {name: x.shape for name, x in state.items() if name.startswith("layers/0")}
+    assert sizes.pop("layers/0/length") == (2,)
+    if config == CONV:
+        assert sizes == {"layers/0/tail": (2, 4, 24)}
+    else:
+        assert sizes == {
+            "layers/0/state": (2, N, H, HV), "layers/0/tail": (2, W - 1, 2 * NK * H + N * HV)
+        }  # fmt: skip
     for t in range(7, 10):
         logits, state = step.call(arrays, TOKENS[:2, t], state)
         assert_near(logits, want[:, t], ERROR)
@@ -663,10 +760,12 @@ def test_families_without_states_reject_a_pattern(tmp_path, params):
 
 
 @pytest.mark.slow
-def test_exported_call_with_a_cache_can_be_serialized(params):
+@pytest.mark.parametrize("config", [CONFIG, CONV], ids=["hybrid", "conv"])
+def test_exported_call_with_a_cache_can_be_serialized(config):
+    params = init_params(config, jax.random.key(7))
     pytest.importorskip("flatbuffers")
-    cache = init_cache(CONFIG, ROWS, T)
-    step = jax.jit(partial(build(replace(CONFIG, implementation="xla")).apply, {"params": params}))
+    cache = init_cache(config, ROWS, T)
+    step = jax.jit(partial(build(replace(config, implementation="xla")).apply, {"params": params}))
     call = lambda tokens, cache: step(tokens, cache=cache)  # noqa: E731
     exported = export.deserialize(export.export(jax.jit(call))(TOKENS, cache).serialize())
     logits, after = exported.call(TOKENS, cache)

@@ -385,7 +385,7 @@ ELSEWHERE = {
     "vocab_size", "d_model", "head_dim", "d_ff", "max_len", "init_std", "dropout", "remat",
     "attention_dropout", "dtype", "scan_layers", "implementation", "invariant", "num_classes",
     "pooler", "inputs", "experts", "classes_of", "pooler_reads", "block", "mixers", "gated_delta",
-    "latent_attention",
+    "latent_attention", "short_conv",
 }  # fmt: skip
 """Fields that other tests vary, or that only set sizes."""
 

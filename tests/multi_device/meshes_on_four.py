@@ -44,7 +44,7 @@ from transformer_jax import (
 )
 from transformer_jax.attention.masks import Causal, Segments
 from transformer_jax.cache import quantize
-from transformer_jax.config import Experts, GatedDelta, LatentAttention, MeshConfig
+from transformer_jax.config import Experts, GatedDelta, LatentAttention, MeshConfig, ShortConv
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.kernels import using
 from transformer_jax.training.batch import Batch, batch_loss
@@ -80,6 +80,10 @@ MODELS = {
             num_key_heads=4, num_value_heads=4, key_dim=8, value_dim=4, decay_rank=6, gate_rank=4
         ),
         latent_attention=LatentAttention(kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4),
+    ),
+    "convolutions": replace(
+        SMALL, positions="rope", mixers=("short_conv", "attention"),
+        short_conv=ShortConv(conv_bias=True),
     ),
     "encoder": replace(SMALL, kind="encoder"),
     "encoder-decoder": replace(SMALL, kind="encoder-decoder", num_layers=1),
@@ -345,7 +349,7 @@ CASES: dict[str, Any] = {
         f"decoding, {name}, {layout}{', set' if context else ''}": partial(
             decoding, name, layout, context
         )
-        for name in ("learned", "rope", "states", "latents", "kimi")
+        for name in ("learned", "rope", "states", "latents", "kimi", "convolutions")
         for layout in (LAYOUTS[0], LAYOUTS[2])
         for context in (False, True)
     },

@@ -28,6 +28,8 @@ ROWS_HEADS = ["data", None, "model"]
                 "training, latents, split by heads and widths, set",
                 "training, kimi, split by heads and widths, set",
                 "decoding, kimi, split by heads and widths, set",
+                "training, convolutions, split by heads and widths, set",
+                "decoding, convolutions, split by heads and widths, set",
                 "experts of devices, few rows",
                 "experts of devices",
             ],

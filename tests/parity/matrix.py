@@ -40,6 +40,7 @@ from transformer_jax.config import (
     Positions,
     Rope,
     Shaw,
+    ShortConv,
     T5Buckets,
 )
 from transformer_jax.decoding.generation import generate
@@ -64,8 +65,10 @@ MIXERS: tuple[dict, ...] = (
     dict(positions="alibi", window=(5, None), mixers="LA"),
     dict(positions="learned", window=None, mixers="SL"),
     dict(positions="rope", window=None, mixers="L", dtype="int8"),
+    dict(positions="rope", window=None, mixers="CA"),
 )  # fmt: skip
-"""Patterns of layers with a state (S), with attention (A) and with latent attention (L)."""
+"""Patterns of layers with a state (S), a short convolution (C), attention (A) and latent attention
+(L)."""
 KINDS = ("decoder", "encoder-decoder")
 LENGTHS = {"equal": (19, 19, 19), "ragged": (19, 7, 12)}
 CHUNKS = (None, 5)
@@ -110,7 +113,7 @@ class Case:
         }
         more: dict[str, Any] = {}
         if self.mixers:  # a small epsilon would multiply the rounding errors of small outputs
-            names = dict(S="gated_delta", A="attention", L="latent_attention")
+            names = dict(S="gated_delta", C="short_conv", A="attention", L="latent_attention")
             more = dict(mixers=tuple(names[mixer] for mixer in self.mixers), norm_eps=0.01)
             if "S" in self.mixers:
                 more["gated_delta"] = GatedDelta(
@@ -121,6 +124,8 @@ class Case:
                     conv_width=3,
                     decay_rank=4 if "L" in self.mixers else None,  # as in Kimi Linear
                 )
+            if "C" in self.mixers:
+                more["short_conv"] = ShortConv(conv_width=4)
             if "L" in self.mixers:
                 more["latent_attention"] = LatentAttention(
                     query_rank=11, kv_rank=13, nope_dim=5, rope_dim=6, value_dim=7

@@ -160,7 +160,7 @@ def refuse_pages(state: object, what: str) -> None:
 def refuse_state(cache: object, what: str) -> None:
     """Raise ValueError if a layer of a cache has a state instead of keys and values."""
     if isinstance(cache, ModelCache) and cache.has_state:
-        rule = "tokens cannot be removed from the state of a gated_delta layer"
+        rule = "tokens cannot be removed from the state of a layer"
         raise ValueError(f"{what} does not support a StateCache: {rule}")
 
 
@@ -178,7 +178,7 @@ def cache_limit(config: ModelConfig, capacity: int) -> int | None:
         config: the config of a decoder or an encoder-decoder.
         capacity: the number of slots per row in the layer with the most slots.
     """
-    keyed = [i for i in range(config.decoder_layers) if config.mixer(i) != "gated_delta"]
+    keyed = [i for i in range(config.decoder_layers) if not config.keeps_state(i)]
     rings = [_slots(config, i, capacity)[1] for i in keyed]
     return None if all(rings) else capacity
 
@@ -200,7 +200,7 @@ def empty_layers(
         rule = "needs a window pattern; the ring for a single window has `capacity` slots"
         raise ValueError(f"slack is {slack}: {rule}")
 
-    if dtype is not None and all(config.mixer(i) == "gated_delta" for i in range(depth)):
+    if dtype is not None and all(map(config.keeps_state, range(depth))):
         rule = "must be None, because no layer caches keys and values"
         raise ValueError(f"dtype is {jnp.dtype(dtype)}: {rule}")
     dtype = config.dtype if dtype is None else dtype
@@ -212,6 +212,11 @@ def empty_layers(
             sizes = one.num_value_heads, one.key_dim, one.value_dim
             tail = one.conv_width - 1, one.channels
             layers.append(state_cache.init(batch, sizes, tail, config.dtype))
+            continue
+        if config.mixer(i) == "short_conv":
+            assert config.short_conv is not None
+            tail = config.short_conv.conv_width - 1, config.d_model
+            layers.append(state_cache.init(batch, None, tail, config.dtype))
             continue
         slots, is_ring = _slots(config, i, capacity, slack)
         sinks = config.sink_tokens if is_ring else 0
@@ -264,7 +269,7 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
     layers = cache.layers
     for i in range(1 if config.scan_layers else depth):
         layer: Any = layers if cache.is_scanned else layers[i]
-        if isinstance(layer, StateCache) != (config.mixer(i) == "gated_delta"):
+        if isinstance(layer, StateCache) != config.keeps_state(i):
             rule = f"layer {i} of the model has the mixer {config.mixer(i)}"
             raise ValueError(f"cache.layers[{i}] is of type {type(layer).__name__}, but {rule}")
         if isinstance(layer, StateCache):

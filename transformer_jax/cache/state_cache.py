@@ -19,19 +19,20 @@ class StateCache:
     """Immutable state of a layer after all tokens so far.
 
     Attributes:
-        state: f32[B, N, H, Hv], the matrix of each head, which maps keys to values.
+        state: f32[B, N, H, Hv], the matrix of each head, which maps keys to values; None in a
+            short_conv layer.
         tail: [B, W - 1, C], the last inputs of the short convolution.
         length: i32[B], the position of the next token.
     """
 
-    state: jax.Array  # f32[B, N, H, Hv]
+    state: jax.Array | None  # f32[B, N, H, Hv]
     tail: jax.Array  # [B, W - 1, C]
     length: jax.Array  # i32[B]
 
 
 def init(
     batch: int,
-    sizes: tuple[int, int, int],  # N, H, Hv
+    sizes: tuple[int, int, int] | None,  # N, H, Hv
     tail: tuple[int, int],  # W - 1, C
     dtype: jax.typing.DTypeLike,
 ) -> StateCache:
@@ -39,12 +40,12 @@ def init(
 
     Args:
         batch: B, the number of rows.
-        sizes: number of heads, and the widths of their keys and values.
+        sizes: number of heads, and the widths of their keys and values; None for no heads.
         tail: number of tokens and channels of the convolution's tail.
         dtype: dtype of the tail, which is the compute dtype.
     """
     return StateCache(
-        state=jnp.zeros((batch, *sizes), jnp.float32),
+        state=None if sizes is None else jnp.zeros((batch, *sizes), jnp.float32),
         tail=jnp.zeros((batch, *tail), dtype),
         length=jnp.zeros(batch, jnp.int32),
     )
@@ -52,7 +53,7 @@ def init(
 
 def advance(
     cache: StateCache,
-    state: jax.Array,  # f32[B, N, H, Hv]
+    state: jax.Array | None,  # f32[B, N, H, Hv]
     tail: jax.Array,  # [B, W - 1, C]
     positions: jax.Array,  # i32[B, T]; negative means padding
 ) -> StateCache:

@@ -12,7 +12,7 @@ from transformer_jax.config.inputs import Frames, Inputs, Patches, Vectors
 from transformer_jax.config.kinds import later, register
 from transformer_jax.config.lora import LoraConfig
 from transformer_jax.config.mesh import MeshConfig
-from transformer_jax.config.mixers import GatedDelta, LatentAttention
+from transformer_jax.config.mixers import GatedDelta, LatentAttention, ShortConv
 from transformer_jax.config.model import (
     Activation,
     DType,
@@ -99,6 +99,7 @@ __all__ = [
     "RopeScaling",
     "ScheduleFree",
     "Shaw",
+    "ShortConv",
     "Sinusoidal",
     "StateAttention",
     "T5Buckets",

@@ -7,7 +7,9 @@ from typing import Literal
 from transformer_jax.config.fields import Positive, Size, check_types, fail
 from transformer_jax.config.keywords import config_class
 
-Mixer = Literal["attention", "gated_delta", "latent_attention"]
+Mixer = Literal["attention", "gated_delta", "short_conv", "latent_attention"]
+STATEFUL: frozenset[Mixer] = frozenset({"gated_delta", "short_conv"})
+"""Mixers with a state of fixed size instead of keys and values."""
 
 
 @config_class
@@ -54,6 +56,22 @@ class GatedDelta:
         """Return the number of channels of the convolution, which are all queries, keys, values."""
         keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
         return 2 * keys + values
+
+
+@config_class
+class ShortConv:
+    """Sizes of a gated short convolution (LFM2, Liquid AI 2025), whose state is its last inputs.
+
+    The convolution and its gates have d_model channels.
+    """
+
+    conv_width: Size = 3
+    """Number of tokens in the window of the convolution (W)."""
+    conv_bias: bool = False
+    """Use bias vectors in the convolution and in the projections around it."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @config_class

@@ -30,7 +30,7 @@ from transformer_jax.config.fields import (
 from transformer_jax.config.inputs import Frames, Patches, Vectors
 from transformer_jax.config.keywords import config_class
 from transformer_jax.config.kinds import register
-from transformer_jax.config.mixers import GatedDelta, LatentAttention, Mixer
+from transformer_jax.config.mixers import STATEFUL, GatedDelta, LatentAttention, Mixer, ShortConv
 from transformer_jax.config.positions import (
     CustomPositions,
     Learned,
@@ -98,11 +98,13 @@ class ModelConfig(AnyModelConfig):
     """Mixture of experts that replaces each feed-forward network. None disables it."""
     mixers: tuple[Mixer, ...] | None = None
     """decoder: mixer of each layer, a pattern that is repeated over the layers of a looped stack:
-    layer i uses item i % len(mixers). gated_delta has a state of fixed size instead of keys and
-    values. latent_attention caches one vector per token instead of keys and values. None uses
-    attention in all layers."""
+    layer i uses item i % len(mixers). gated_delta and short_conv have a state of fixed size instead
+    of keys and values. latent_attention caches one vector per token instead of keys and values.
+    None uses attention in all layers."""
     gated_delta: GatedDelta | None = None
     """Sizes of the gated_delta layers, which `mixers` requires."""
+    short_conv: ShortConv | None = None
+    """Sizes of the short_conv layers, which `mixers` requires."""
     latent_attention: LatentAttention | None = None
     """Sizes of the latent_attention layers, which `mixers` requires. These layers rotate only the
     rope_dim entries of each query, and `qk_norm`, num_kv_heads and head_dim do not affect them."""
@@ -292,7 +294,7 @@ class ModelConfig(AnyModelConfig):
                 fail("mixers", self.mixers, "a pattern needs a looped stack: scan_layers False")
             if self.block is not None:
                 fail("mixers", self.mixers, "is not supported with a custom block")
-        for name in ("gated_delta", "latent_attention"):
+        for name in ("gated_delta", "short_conv", "latent_attention"):
             if name not in (self.mixers or ()):
                 unread(self, f"needs {name} in mixers", name)
             elif getattr(self, name) is None:
@@ -324,7 +326,7 @@ class ModelConfig(AnyModelConfig):
             unread(self, rule, "norm_unit_offset", "embedding_norm", "first_norm")
             if not self.is_parallel:
                 unread(self, rule, "norm_order")
-            if not (self.qk_norm or self.masked_token_head or self.has_state):
+            if not (self.qk_norm or self.masked_token_head or self.gated_delta is not None):
                 unread(self, rule, "norm_eps")
         if self.norm_order_in(0) != "pre":
             unread(self, "needs norm_order 'pre' in layer 0", "first_norm")
@@ -403,7 +405,7 @@ class ModelConfig(AnyModelConfig):
                 "a mixture of experts": self.experts is not None,
                 "a pooler": self.pooling is not None,
                 "your own block": isinstance(self.block, CustomBlock),
-                "gated_delta layers": self.has_state,
+                "layers with a state": self.has_state,
                 "latent_attention layers": self.latent_attention is not None,
                 "activation 'xielu'": self.activation == "xielu",
                 "your own activation": callable(self.activation),
@@ -483,10 +485,14 @@ class ModelConfig(AnyModelConfig):
         """Whether layer i has experts. None means any layer of a scanned stack."""
         return self.experts is not None and (i is None or i >= self.experts.dense_layers)
 
+    def keeps_state(self, i: int) -> bool:
+        """Whether layer i has a state instead of keys and values."""
+        return self.mixer(i) in STATEFUL
+
     @cached_property
     def has_state(self) -> bool:
         """Whether any layer has a state instead of keys and values."""
-        return "gated_delta" in (self.mixers or ())
+        return any(map(self.keeps_state, range(len(self.mixers or ()))))
 
     @cached_property
     def has_heads(self) -> bool:

@@ -238,7 +238,7 @@ class PrefixTask(_PairFilesTask):
     def check_model(self, model: AnyModelConfig) -> None:
         super().check_model(model)
         if self.bidirectional and getattr(model, "has_state", False):
-            fail("bidirectional", True, "must be False, because gated_delta layers are causal")
+            fail("bidirectional", True, "must be False, because layers with a state are causal")
 
 
 @config_class

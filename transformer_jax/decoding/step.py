@@ -388,7 +388,7 @@ class ModelStep(AppliedStep[ModelCache]):
 
         Pages, and layers with a slot for every position, can always be rewound. A ring needs
         `count` slots in addition to its window and sinks, because rewound tokens have overwritten
-        keys. The state of a gated_delta layer cannot be rewound.
+        keys. The state of a layer cannot be rewound.
         """
         refuse_state(state, "speculative decoding")
         if state.exhausted is not None:

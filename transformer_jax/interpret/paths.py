@@ -82,12 +82,12 @@ def path_patching(
     branches = [*mixers, *(["feed_forward"] if model.config.ff_dim else [])]
     if model.config.kind == "encoder-decoder":
         branches.append("cross_attention")
-    ends = {branch: "output" if branch == "feed_forward" else "heads" for branch in branches}
+    ends = {b: "output" if b in ("feed_forward", "short_conv") else "heads" for b in branches}
     free = resolve_places(model, recomputed)
     frozen = resolve_places(model, [f"block_*/{branch}/{end}" for branch, end in ends.items()])
     for name in free:
         if name not in frozen:
-            rule = "must be the heads of attention or the output of a feed-forward branch"
+            rule = "must be the heads of attention or the output of another branch"
             raise ValueError(f"recomputed contains {name}: {rule}")
     frozen = tuple(name for name in frozen if name not in free)
     patterns = receivers if isinstance(receivers, Mapping) else dict.fromkeys(
@@ -97,7 +97,7 @@ def path_patching(
     if not reached:
         raise ValueError("receivers is empty: pass 'logits' for the direct effect")
     for name in reached:
-        written = name.endswith(("attention/output", "gated_delta/output"))
+        written = name.endswith(("attention/output", "gated_delta/output", "short_conv/output"))
         if name in frozen or name.startswith("encoder/") or written:
             rule = "must read the stream: the input, query, key or value of a branch, or logits"
             raise ValueError(f"receivers contains {name}: {rule}")

@@ -223,7 +223,7 @@ def positions_and_masks(
         token_positions = positions = check_positions(shape, positions)
         known = None if segments is None else concrete_value(positions)
         if config.has_state and segments is not None:
-            rule = "gated_delta layers read the tokens of a row in order"
+            rule = "layers with a state read the tokens of a row in order"
             raise ValueError(f"positions cannot be passed with segments: {rule}")
         if known is not None and (np.sort(known, axis=1) != np.arange(shape[1])).any():
             rule = f"with segments, each row must contain 0 to {shape[1] - 1}, in any order"
@@ -290,7 +290,7 @@ def refuse_disorder(
     wrong = ((known[:, 1:] >= 0) & (known[:, 1:] <= largest)).any(axis=1)
     if wrong.any():
         row = int(np.argmax(wrong))
-        rule = "must increase from token to token, because gated_delta layers have a state"
+        rule = "must increase from token to token, because a layer has a state"
         raise ValueError(f"positions of row {row} are {known[row].tolist()}: {rule}")
     return jnp.asarray(wrong)
 

@@ -27,7 +27,7 @@ from transformer_jax.models import positions as pos
 from transformer_jax.models.editing import EditSpec
 from transformer_jax.models.experts import ExpertFeedForward
 from transformer_jax.models.functional import F32, drop_weights, dropout, split_key
-from transformer_jax.models.gated_delta import GatedDeltaNet
+from transformer_jax.models.gated_delta import GatedDeltaNet, GatedShortConv
 from transformer_jax.models.latent_attention import MultiHeadLatentAttention
 from transformer_jax.models.layers import (
     FeedForward,
@@ -516,6 +516,8 @@ class Block(Module):
         mixer = "attention" if self.number is None else cfg.mixer(self.number)
         if mixer == "gated_delta":
             self.gated_delta = GatedDeltaNet(cfg, self.depth)
+        elif mixer == "short_conv":
+            self.short_conv = GatedShortConv(cfg, self.depth)
         elif mixer == "latent_attention":
             latent = MultiHeadLatentAttention(cfg, self.depth, self.window, self.number)
             self.latent_attention = latent
@@ -600,9 +602,10 @@ class Block(Module):
             if branch == "attention":
                 assert not isinstance(cache, StateCache)
                 y, cache = self.attention(y, inputs, cache=cache, dropout_key=keys[1], visit=visit)
-            elif branch == "gated_delta":
+            elif branch in ("gated_delta", "short_conv"):
                 assert cache is None or isinstance(cache, StateCache)
-                y, cache = self.gated_delta(
+                mix = self.gated_delta if branch == "gated_delta" else self.short_conv
+                y, cache = mix(
                     y, positions=inputs.positions, segments=inputs.segments, cache=cache,
                     dropout_key=keys[1], visit=visit,
                 )  # fmt: skip

@@ -153,7 +153,7 @@ def init_cache(
         capacity: number of positions per row. With a window, the window size plus the number of
             sink tokens is enough, because the cache is then a ring that never fills up. With a
             window pattern, layers without a window have `capacity` slots, and the others are rings
-            of min(capacity, window + sink_tokens + slack) slots. A gated_delta layer has a state of
+            of min(capacity, window + sink_tokens + slack) slots. A layer with a state has
             the same size for every capacity. A latent_attention layer stores its latent vectors as
             keys, and its rotated keys as values.
         dtype: dtype of keys and values, either int8, with the error documented in

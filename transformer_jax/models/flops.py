@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias, cast
 import jax
 
 from transformer_jax.config import LatentAttention, LoraConfig, ModelConfig, TrainConfig
+from transformer_jax.config.mixers import STATEFUL
 from transformer_jax.config.model import as_transformer
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import matrices, select
@@ -167,12 +168,14 @@ def _place(name: str, config: ModelConfig) -> _Place:
         return (_LAST + late, "", is_kernel)
     block, rest = int(parts[at].removeprefix("block_")), parts[at + 1 :]
     branch = next((b for b in ("cross_attention", "attention") if b in rest[0]), "feed_forward")
-    branch = "attention" if "gated_delta" in rest[0] else branch  # in the order of computation
+    if any(mixer in rest[0] for mixer in STATEFUL):
+        branch = "attention"  # in the order of computation
     if "norm" in rest[0]:
         after = config.norm_order == "post" or rest[0].startswith("out")
         shared = config.norm_order == "parallel_shared"
         return (block, "" if shared else branch, 9 if after else 0)
-    first = {"query", "key", "value", "up", "gate", "router", "shared_gate"}
+    first = {"query", "key", "value", "up", "gate", "router", "shared_gate", "input_gate"}
+    first |= {"output_gate"}
     if "gated_delta" in rest and (sizes := config.gated_delta) is not None:
         ranks = {"decay": sizes.decay_rank, "gate": sizes.gate_rank}
         second = {name for name, rank in ranks.items() if rank is not None}
@@ -232,6 +235,8 @@ def _products(config: ModelConfig, length: int, source_length: int) -> Iterator[
                 once = 2.0 * sizes.num_value_heads * sizes.key_dim * sizes.value_dim * length
                 yield _Product(f"{at}/write", 2 * once, 0)
                 yield _Product(f"{at}/read", once, 0)
+                continue
+            if config.mixer(number) == "short_conv":
                 continue
             window = config.windows[number % len(config.windows)]
             pairs = _pairs(window, length, True, config.sink_tokens)

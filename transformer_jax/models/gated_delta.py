@@ -1,4 +1,4 @@
-"""Gated DeltaNet, a mixer of tokens with a state of fixed size instead of keys and values."""
+"""Mixers with a state of fixed size instead of keys and values: Gated DeltaNet and convolutions."""
 
 from __future__ import annotations
 
@@ -59,14 +59,12 @@ class GatedDeltaNet(Module):
         if sizes.gate_rank is not None:
             self.gate_latent = linear((sizes.gate_rank,))
         self.out = linear((cfg.d_model,), 2, std=branch_std(cfg, self.depth))
-        # a window of W tokens keeps the variance of its inputs
-        fan_in = nn.initializers.normal(sizes.conv_width**-0.5)
         for name, width in (
             ("query_conv", heads * sizes.key_dim),
             ("key_conv", heads * sizes.key_dim),
             ("value_conv", values * sizes.value_dim),
         ):
-            setattr(self, name, parameter(self, name, fan_in, (sizes.conv_width, width)))
+            setattr(self, name, _conv_weight(self, name, sizes.conv_width, width))
         self.decay_rate = parameter(self, "decay_rate", _decay_rates, (values,))
         self.decay_bias = parameter(self, "decay_bias", _decay_biases, decays)
         ones = nn.initializers.ones
@@ -124,6 +122,71 @@ class GatedDeltaNet(Module):
             return y, None
         assert positions is not None
         return y, state_cache.advance(cache, state, tail, positions)
+
+
+class GatedShortConv(Module):
+    """Short convolution between two gates, which are linear functions of the input (LFM2).
+
+        out = W_down (W_c x * conv(W_b x * W_up x))
+
+    The parameters are named up (W_up), input_gate (W_b), output_gate (W_c), conv and down (W_down).
+    With `conv_bias`, the projections and the convolution also have biases. Padding leaves the
+    convolution unchanged. Source: Liquid AI 2025, "Liquid Foundation Models v2".
+    """
+
+    config: ModelConfig
+    depth: int | None = None
+    """Number of blocks in the stack; None means num_layers."""
+
+    def setup(self) -> None:
+        cfg, sizes = self.config, self.config.short_conv
+        assert sizes is not None
+        linear = partial(Linear, cfg, (cfg.d_model,), use_bias=sizes.conv_bias)
+        self.up, self.input_gate, self.output_gate = linear(), linear(), linear()
+        self.down = linear(std=branch_std(cfg, self.depth))
+        self.conv = _conv_weight(self, "conv", sizes.conv_width, cfg.d_model)
+        if sizes.conv_bias:
+            zeros = nn.initializers.zeros
+            self.conv_bias = parameter(self, "conv_bias", zeros, (cfg.d_model,))
+        refuse_surplus(self)
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, D]
+        *,
+        positions: jax.Array | None = None,  # i32[B, T]; negative means padding
+        segments: jax.Array | None = None,  # i32[B, T]
+        cache: StateCache | None = None,
+        dropout_key: jax.Array | None = None,
+        visit: Visit | None = None,
+    ) -> tuple[jax.Array, StateCache | None]:
+        """Mix each token of x with the W - 1 tokens before it and return the new cache."""
+        visit = Visit() if visit is None else visit
+        up, gate, output_gate = (
+            visit(f"short_conv/{name}", getattr(self, name)(x, dropout_key))
+            for name in ("up", "input_gate", "output_gate")
+        )
+        assert self.config.short_conv is not None
+        mixed, tail = causal_conv(
+            gate * up,
+            self.conv,
+            self.conv_bias if self.config.short_conv.conv_bias else None,
+            segments=segments,
+            valid=None if positions is None else positions >= 0,
+            initial_state=None if cache is None else cache.tail,
+            return_state=True,
+        )
+        hidden = visit("short_conv/hidden", output_gate * mixed)
+        y = visit("short_conv/output", self.down(hidden, dropout_key))
+        if cache is None:
+            return y, None
+        assert positions is not None
+        return y, state_cache.advance(cache, None, tail, positions)
+
+
+def _conv_weight(module: Module, name: str, width: int, channels: int) -> jax.Array:  # [W, C]
+    """Declare a convolution's weight, which initially keeps the variance of its inputs."""
+    return parameter(module, name, nn.initializers.normal(width**-0.5), (width, channels))
 
 
 def _joined(*heads: jax.Array) -> jax.Array:  # [B, T, N, H] each -> [B, T, C]

@@ -62,6 +62,7 @@ _FIELDS = {
     "classifier": "num_classes", "pooler": "pooler", "head_dense": "masked_token_head",
     "head_norm": "masked_token_head", "cross_attention": "kind", "encoder": "kind",
     "gated_delta": "mixers", "norm_gated_delta": "mixers", "attention": "mixers",
+    "short_conv": "mixers", "norm_short_conv": "mixers",
     "latent_attention": "mixers", "norm_latent_attention": "mixers",
     "decoder": "kind", "feed_forward": "d_ff", "inputs": "inputs", "blocks": "scan_layers",
     "block_": "num_layers", "own": "block",
@@ -90,6 +91,8 @@ def refuse_surplus(module: nn.Module) -> None:
             continue
         path, config = (*module.path, name), getattr(module, "config", None)
         field = _FIELDS.get("/".join(path[-2:])) or _FIELDS.get(name.rstrip("0123456789"), "")
+        sized = {"gated_delta", "short_conv", "latent_attention"} & {*module.path}
+        field = sized.pop() if sized else field  # these mixers have biases of their own
         if field == "num_layers" and "blocks" in declared:
             field = "scan_layers"
         elif field == "num_layers" and getattr(config, "num_decoder_layers", None) is not None:

@@ -86,7 +86,10 @@ def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
                              state (per channel with `decay_rank`), and the strength of the write
         .../state            of a gated_delta layer, after the last token; cannot be edited
         .../hidden           the hidden layer of a feed-forward branch, after its activation; with
-                             experts, one per chosen expert
+                             experts, one per chosen expert; or of a short_conv layer
+        .../up               of a short_conv layer, before its gates
+        .../input_gate       multiplies `up` before the convolution of a short_conv layer
+        .../output_gate      multiplies the result of this convolution
         .../router           the logits that choose and weigh the experts
         final_norm           the input of the output matrix, if the config has such a norm
         logits               as returned
@@ -163,6 +166,8 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
             "heads": values,
             "output": stream,
         }
+    ends = "input", "up", "input_gate", "output_gate", "hidden", "output"
+    mixers["short_conv"] = dict.fromkeys(ends, stream)
     if (latent := config.latent_attention) is not None:
         mixers["latent_attention"] = {
             "input": stream,

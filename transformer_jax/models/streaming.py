@@ -55,7 +55,7 @@ def receptive_field(config: ModelConfig) -> int:
     Sinks are not counted, although they affect all outputs.
     """
     if config.has_state:
-        raise ValueError(f"mixers is {config.mixers}: a gated_delta layer sees everything")
+        raise ValueError(f"mixers is {config.mixers}: layers with a state have no window")
     windows = [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
     if None in windows:
         raise ValueError(f"window is {config.window}: layers without a window see everything")

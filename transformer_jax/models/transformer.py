@@ -440,7 +440,7 @@ def run_decoder(
     if mask is None:
         mask = Causal()
     elif cfg.has_state and not isinstance(mask, Causal):
-        rule = "gated_delta layers support only Causal(); positions of -1 mark padding"
+        rule = "layers with a state support only Causal(); positions of -1 mark padding"
         raise ValueError(f"mask is {mask!r}: {rule}, and segments mark documents")
     else:
         check_sees_past(mask)

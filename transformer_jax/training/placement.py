@@ -49,6 +49,8 @@ _KERNELS: dict[str, tuple[str | None, ...]] = {
     "gate_latent": ("fsdp", None),
     "up": ("fsdp", "tensor"),
     "gate": ("fsdp", "tensor"),
+    "input_gate": ("fsdp", "tensor"),
+    "output_gate": ("fsdp", "tensor"),
     "down": ("tensor", "fsdp"),
 }
 """Mesh axes across which each axis of a kernel is split, keyed by module name."""
@@ -59,6 +61,8 @@ _BIASES: dict[str, tuple[str | None, ...]] = {
     "value": ("tensor", None),
     "up": ("tensor",),
     "gate": ("tensor",),
+    "input_gate": ("tensor",),
+    "output_gate": ("tensor",),
 }
 """Mesh axes across which each axis of a bias is split, keyed by module name."""
 
