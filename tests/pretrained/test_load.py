@@ -25,6 +25,7 @@ from transformer_jax.config import (
     Learned,
     ModelConfig,
     Rope,
+    ShortConv,
     Sinusoidal,
     T5Buckets,
     preset,
@@ -332,6 +333,9 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         decay_rank=128, gate_rank=128, gate_activation="sigmoid"),
         experts=Experts(count=256, top_k=8, d_ff=1024, shared_d_ff=1024, dense_layers=1,
         score="sigmoid", selection_bias=True, scale=2.446, balance_loss=0.0))),
+    "lfm2": (small(model_type="lfm2", full_attn_idxs=[1], **NO_DEFAULT), (), SMALL_LLAMA | EIGHT
+        | dict(d_ff=256, norm_eps=1e-5, qk_norm=True, tie_embeddings=True, positions=Rope(base=1e6),
+        mixers=("short_conv", "attention"), short_conv=ShortConv())),
     "gpt_oss": (small(model_type="gpt_oss", rope_scaling=dict(rope_type="default"), **NO_DEFAULT
         | dict(head_dim=...)), (), SMALL_LLAMA | dict(num_kv_heads=8, head_dim=64, norm_eps=1e-5,
         positions=Rope(base=150_000.0), window=(128, None), attention_sinks=True, use_bias=True,
@@ -663,6 +667,7 @@ def test_max_position_embeddings_is_written_as_scaled_length(factor, trained):
         (small(head_dim=3), "head_dim"),
         (small(model_type="mamba"), "model_type is 'mamba': must be one of gpt2, llama"),
         (small(model_type="kimi_k2"), "model_type is 'kimi_k2': of the models with latent att"),
+        (small(model_type="lfm2_moe"), "of the models by Liquid AI, only lfm2 is supported"),
         (small(model_type="deberta-v2"),
          "model_type is 'deberta-v2': this library does not implement its disentangled attention"),
         (small(model_type="gemma3_text", rope_parameters=dict(rope_type="default")),

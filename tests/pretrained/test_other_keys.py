@@ -25,6 +25,7 @@ SIZES = {
         LLAMA | dict(num_key_value_heads=4, first_k_dense_replace=1, num_experts_per_tok=2),
     ),
     "kimi_linear": LLAMA | MIXED | dict(num_key_value_heads=4),
+    "lfm2": LLAMA | dict(full_attn_idxs=[1]),
     "persimmon": {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"},
 }  # fmt: skip
 """Required keys per family; other families have defaults, or need only those of Llama."""
@@ -67,6 +68,12 @@ PUBLISHED = {
         moe_router_activation_func="sigmoid", num_nextn_predict_layers=0, rope_scaling=None,
         rope_theta=10000.0, use_grouped_topk=True,
         auto_map={"AutoConfig": "configuration_kimi.KimiLinearConfig"})),
+    "LFM2-1.2B": ("lfm2", dict(block_auto_adjust_ff_dim=True, block_dim=64, block_ff_dim=20,
+        block_ffn_dim_multiplier=1.0, block_mlp_init_scale=1.0, block_multiple_of=256,
+        block_norm_eps=1e-5, block_out_init_scale=1.0, block_use_swiglu=True,
+        block_use_xavier_init=True, conv_L_cache=3, conv_bias=False, conv_dim=64, conv_dim_out=64,
+        conv_use_xavier_init=True, eos_token_id=7, num_heads=4, rope_theta=1e6, theta=1e6,
+        tie_embedding=True, use_pos_enc=True)),
     "Qwen3-Next": ("qwen3_next", dict(decoder_sparse_step=1, mlp_only_layers=[],
         output_router_logits=False, use_sliding_window=False)),
     "Qwen3.5": ("qwen3_5_text", dict(attn_output_gate=True, mamba_ssm_dtype="float32",
@@ -192,6 +199,14 @@ def test_keys_common_to_all_models_have_no_effect(family):
          r"full_attn_layers is \[2\]: must contain 1, which is not in kda_layers either"),
         ("kimi_linear", dict(layer_types=None, linear_attn_config=KDA | dict(scale=2)),
          "linear_attn_config: scale is 2: this key is not"),
+        ("lfm2", dict(block_ff_dim=44), "block_ff_dim is 44: must equal intermediate_size, 20"),
+        ("lfm2", dict(tie_embedding=True, tie_word_embeddings=False), "must equal tie_word_emb"),
+        ("lfm2", dict(full_attn_idxs=[2]), "must be a list of different numbers from 0 to 1"),
+        ("lfm2", dict(full_attn_idxs=[0, 1]), "must contain conv and full_attention"),
+        ("lfm2", dict(layer_types=["full_attention", "conv"]), "must agree with full_attn_idxs"),
+        ("lfm2", dict(full_attn_idxs=None), "layer_types is None: must be a list of 2"),
+        ("lfm2", dict(intermediate_size=1), "is 1: block_auto_adjust_ff_dim computes 0: must be"),
+        ("lfm2", dict(use_pos_enc=False), "use_pos_enc is False: must be True"),
         ("deepseek_v2", dict(norm_topk_prob=True), "norm_topk_prob is True: must be False"),
         ("exaone4", dict(sliding_window=None, layer_types=["sliding_attention", "full_attention"]),
          "sliding_window is None: must be a number, because layer_types has windows"),
@@ -285,6 +300,8 @@ def test_every_transformers_config_key_is_handled():
         ours = keys.taken | keys._ignored | set(other_keys(family)) | set(aliases(family))
         unknown[family] = sorted(theirs - ours)
         pairs = {frozenset(pair) for pair in kind.attribute_map.items()}
+        if family == "lfm2":  # its class reads these names in __post_init__
+            pairs |= {*map(frozenset, aliases(family).items())}
         gone[family] = [pair for pair in aliases(family).items() if frozenset(pair) not in pairs]
     assert {f: names for f, names in unknown.items() if names} == {}
     assert {f: names for f, names in gone.items() if names} == {}

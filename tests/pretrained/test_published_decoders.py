@@ -163,6 +163,10 @@ NEXT = STATES | dict(
     shared_expert_intermediate_size=20,
 )  # fmt: skip
 OLMO = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+CONVOLUTIONS = dict(
+    num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2, intermediate_size=75,
+    block_ffn_dim_multiplier=1.3, block_multiple_of=7, **OLMO,
+)  # fmt: skip
 
 CASES = {
     "gpt2": gpt2(),
@@ -435,6 +439,12 @@ CASES = {
         norm_topk_prob=False, n_shared_experts=1, rms_norm_eps=1e-2,
         mlp_layer_types=["dense", "dense", "sparse"],
     ),
+    "lfm2": case("Lfm2", **CONVOLUTIONS),
+    "lfm2, wide": case(
+        "Lfm2", num_hidden_layers=3, layer_types=["full_attention", "conv", "conv"],
+        conv_L_cache=5, block_auto_adjust_ff_dim=False, tie_word_embeddings=False,
+        num_key_value_heads=1, norm_eps=1e-2, rope_parameters=FAR, **OLMO,
+    ),
     "deepseek2": deepseek(2, q_lora_rank=None, first_k_dense_replace=1, num_hidden_layers=3),
     "deepseek2, groups": deepseek(
         2, n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=1.7,
@@ -477,7 +487,7 @@ SLOW = (
     "granite", "smollm3", "cohere", "falcon", "neox", "gptj", "phi", "olmo", "starcoder2",
     "stablelm", "opt", "bloom", "glm", "ernie", "seed", "helium", "exaone4",
     "arcee", "nemotron", "persimmon", "hunyuan", "apertus", "qwen3 next, ", "qwen3.5, ",
-    "deepseek", "kimi",
+    "deepseek", "kimi", "lfm2, ",
 )  # fmt: skip
 
 
@@ -486,6 +496,7 @@ ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
 ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "falcon", "starcoder2", "stablelm"
 ONE_OF_EACH += "opt", "bloom", "glm", "glm4", "ernie", "seed", "helium", "exaone4"
 ONE_OF_EACH += "arcee", "nemotron", "persimmon", "hunyuan", "apertus", "qwen3.5", "olmo hybrid"
+ONE_OF_EACH += ("lfm2",)
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss", "qwen3 next"
 WITH_EXPERTS += "deepseek2", "deepseek2, groups", "deepseek3", "kimi"
 """In memory, transformers has one tensor for all experts of a block, so their gradients are

@@ -48,7 +48,7 @@ from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
 
 AUTO = transformers.AutoModelForCausalLM
-HYBRIDS = "qwen3 next", "qwen3.5", "olmo hybrid", "kimi"
+HYBRIDS = "qwen3 next", "qwen3.5", "olmo hybrid", "kimi", "lfm2"
 NAMES = [name for name in CASES if name.startswith(HYBRIDS)]
 SELDOM = [name for name in NAMES if "," in name]
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -255,6 +255,24 @@ def held_out_kimi(seed: int) -> Case:
     return replace(CASES["kimi"], changes=CASES["kimi"].changes | changes)
 
 
+def held_out_lfm2(seed: int) -> Case:
+    """Draw a configuration of LFM2."""
+    rng = np.random.default_rng(seed)
+    one = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    layers, heads, group = int(rng.integers(2, 6)), one(2, 4, 6), one(1, 2)
+    kinds = [*rng.permutation(["conv", "full_attention"])]
+    kinds += [one("conv", "full_attention") for _ in range(layers - 2)]
+    return case(
+        "Lfm2", hidden_size=heads * one(6, 8, 10), intermediate_size=int(rng.integers(20, 90)),
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // group,
+        layer_types=[str(kind) for kind in kinds], conv_L_cache=int(rng.integers(1, 6)),
+        conv_bias=one(False, True), block_auto_adjust_ff_dim=one(False, True, True),
+        block_ffn_dim_multiplier=one(1, 1.0, 0.9), block_multiple_of=int(rng.integers(1, 20)),
+        norm_eps=one(1e-5, 1e-3), tie_word_embeddings=one(False, True), **OLMO,
+        rope_parameters=dict(rope_type="default", rope_theta=one(1e4, 1e6)),
+    )  # fmt: skip
+
+
 def held_out(seed: int) -> Case:
     """Draw a configuration of one of the other three families."""
     rng = np.random.default_rng(seed)
@@ -302,7 +320,7 @@ def held_out(seed: int) -> Case:
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=pytest.mark.slow if seed > 2 else ()) for seed in range(15)]
 )
-@pytest.mark.parametrize("draw", [held_out, held_out_kimi])
+@pytest.mark.parametrize("draw", [held_out, held_out_kimi, held_out_lfm2])
 def test_held_out_configurations_match_transformers(draw, seed, rng, tmp_path):
     folder = saved(randomised(draw(seed).create(), seed), tmp_path / "m")
     ids = tokens(rng, VOCAB, 2, 150)
@@ -310,4 +328,9 @@ def test_held_out_configurations_match_transformers(draw, seed, rng, tmp_path):
     with torch.no_grad():
         want = reopened(folder, AUTO)(torch.tensor(ids).long()).logits
     assert_same_logits(apply(config, params)(ids)[0], want)
+    if draw is held_out_lfm2:  # with conv_bias, transformers reads padding on the left
+        read, ours, at = reader(config, params), init_cache(config, 2, 150), np.arange(150)
+        for part in (slice(75), slice(75, 150)):
+            got, ours = read(ids[:, part], ours, np.stack([at[part]] * 2))
+            assert_same_logits(got, want[:, part])
     assert_round_trip(folder, tmp_path, AUTO, input_ids=torch.tensor(ids).long())

@@ -26,6 +26,7 @@ from transformer_jax.config import (
     LoraConfig,
     ModelConfig,
     Rope,
+    ShortConv,
 )
 from transformer_jax.models.lora import apply_lora, init_lora
 from transformer_jax.pretrained.config_json import read_config, write_config
@@ -104,6 +105,7 @@ SIZES: dict[str, dict[str, Any]] = {
         layer_types=["linear_attention", "full_attention"], num_local_experts=4, linear_num_heads=3,
         linear_head_dim=8,
     ),
+    "lfm2": LLAMA | dict(layer_types=["conv", "full_attention"], block_multiple_of=7),
     "distilbert": dict(dim=32, n_layers=2, n_heads=4, hidden_dim=44, max_position_embeddings=48),
     "albert": BERT | dict(embedding_size=12),
     "electra": BERT | dict(embedding_size=12),
@@ -376,6 +378,11 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         dict(gated_delta=dataclasses.replace(KIMI_DELTA, decay_rank=5)),
         dict(gated_delta=dataclasses.replace(KIMI_DELTA, value_dim=7)),
         dict(experts=EXPERTS_OF_V2), dict(norm_eps=0.1), dict(tie_embeddings=True)],
+    "lfm2": [dict(short_conv=ShortConv(conv_width=2, conv_bias=True)), dict(tie_embeddings=False),
+        dict(mixers=("attention", "short_conv")), dict(mixers=None, short_conv=None),
+        dict(mixers=("short_conv",), num_kv_heads=None, qk_norm=False), dict(qk_norm=False),
+        dict(head_dim=12), dict(positions=Rope(dims=4)), dict(positions=Rope(**STRETCHED)),
+        dict(norm_eps=0.1), dict(d_ff=50), dict(use_bias=True), dict(activation="relu")],
 }  # fmt: skip
 
 

@@ -118,7 +118,7 @@ USUAL = {
     **dict.fromkeys(("granite", "smollm3", "bloom", "falcon", "gpt_oss", "stablelm"), "GPT2"),
     **dict.fromkeys("olmo2 olmo3 glm glm4 seed_oss exaone4 arcee".split(), "GPT2"),
     **dict.fromkeys(("hunyuan_v1_dense", "apertus"), "GPT2"),
-    **dict.fromkeys(("olmo_hybrid", "kimi_linear"), "GPT2"),
+    **dict.fromkeys(("olmo_hybrid", "kimi_linear", "lfm2"), "GPT2"),
     **dict.fromkeys(("ernie4_5", "helium", "nemotron", "persimmon"), "Llama"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "Llama"),
 }  # fmt: skip

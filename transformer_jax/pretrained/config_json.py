@@ -32,8 +32,14 @@ UNSUPPORTED_HEADS = ("ForMultipleChoice",)
 _LATENT = (
     "of the models with latent attention, deepseek_v2, deepseek_v3 and kimi_linear are supported"
 )
-WITHOUT_PARTS = dict.fromkeys(("deepseek_v32", "kimi_k2", "minicpm3"), _LATENT) | dict.fromkeys(
-    ("deberta", "deberta-v2"), "this library does not implement its disentangled attention"
+WITHOUT_PARTS = (
+    dict.fromkeys(("deepseek_v32", "kimi_k2", "minicpm3"), _LATENT)
+    | dict.fromkeys(
+        ("deberta", "deberta-v2"), "this library does not implement its disentangled attention"
+    )
+    | dict.fromkeys(
+        ("lfm2_moe", "lfm2_vl", "lfm3"), "of the models by Liquid AI, only lfm2 is supported"
+    )
 )
 """Reasons why models cannot be loaded, keyed by each unsupported `model_type` that users may
 try."""

@@ -146,7 +146,7 @@ OF_MODEL_TYPE: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         "llama smollm3 bloom falcon gpt_oss seed_oss helium exaone4 arcee hunyuan_v1_dense "
-        "apertus deepseek_v2 deepseek_v3".split(),
+        "apertus deepseek_v2 deepseek_v3 lfm2".split(),
         "",
     ),
 }

@@ -18,6 +18,7 @@ from transformer_jax.config import (
     GatedDelta,
     LatentAttention,
     ModelConfig,
+    ShortConv,
 )
 from transformer_jax.config.fields import fail
 from transformer_jax.pretrained.families.other_keys import aliases, other_keys
@@ -282,8 +283,8 @@ def activation(**spelled: str) -> Kind:
 
 # Entries of a family
 
-GROUPS: dict[str, Callable[..., Experts | GatedDelta | LatentAttention]] = dict(
-    experts=Experts, gated_delta=GatedDelta, latent_attention=LatentAttention
+GROUPS: dict[str, Callable[..., Experts | GatedDelta | ShortConv | LatentAttention]] = dict(
+    experts=Experts, gated_delta=GatedDelta, short_conv=ShortConv, latent_attention=LatentAttention
 )
 """Classes of the fields of ModelConfig that have fields of their own."""
 

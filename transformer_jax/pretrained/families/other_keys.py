@@ -20,7 +20,7 @@ _DECODERS = (
     "gpt_neox gptj phi cohere cohere2 starcoder2 stablelm opt bloom falcon mixtral olmoe qwen2_moe "
     "qwen3_moe gpt_oss glm glm4 ernie4_5 seed_oss helium exaone4 "
     "arcee nemotron persimmon hunyuan_v1_dense apertus qwen3_next qwen3_5_text "
-    "olmo_hybrid deepseek_v2 deepseek_v3 kimi_linear"
+    "olmo_hybrid deepseek_v2 deepseek_v3 kimi_linear lfm2"
 )
 _BERTS = "bert roberta xlm-roberta camembert mpnet electra albert nomic_bert"
 _SEQ2SEQ = "bart mbart pegasus m2m_100 marian"
@@ -180,6 +180,16 @@ OTHER_KEYS = (
             moe_router_activation_func=["sigmoid"], num_nextn_predict_layers=[0],
             tie_word_embeddings=[False], use_grouped_topk=[True],
         ),
+    ),
+    OtherKeys(
+        "The initialisation of LFM2, keys of its original code that repeat sizes, and its constant "
+        "features.",
+        "lfm2",
+        """
+        block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_xavier_init
+        conv_dim conv_dim_out conv_use_xavier_init num_heads
+        """,
+        dict(block_use_swiglu=[True], theta=[1_000_000.0, 1_000_000], use_pos_enc=[True]),
     ),
     OtherKeys(
         "Shared experts are not used.", "qwen3_moe",
@@ -428,6 +438,7 @@ ALIASES: dict[str, dict[str, str]] = {
         n_shared_experts="num_shared_experts", norm_topk_prob="moe_renormalize",
         num_experts_per_tok="num_experts_per_token", num_local_experts="num_experts",
     ),
+    "lfm2": dict(block_ff_dim="intermediate_size", tie_embedding="tie_word_embeddings"),
     "distilbert": dict(
         hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers"
     ),
