@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 
 from tests.support.gguf_files import byte_level_keys, converted, gguf, gguf_of, write_file
 from tests.support.tolerances import assert_same_bits
-from transformer_jax.config import ConfigError, Experts, ModelConfig, Rope
+from transformer_jax.config import ConfigError, Experts, ModelConfig, Rope, ShortConv
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.quantized import QuantizedTable, quantize
 from transformer_jax.pretrained import gguf_file
@@ -81,6 +81,9 @@ CASES: dict[str, tuple[str, ModelConfig, dict[str, object]]] = {
     "gpt-oss": ("gpt_oss", OSS, {"expert_feed_forward_length": 64, "rope.scaling.type": "yarn",
         "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 64,
         "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}),
+    "lfm2": ("lfm2", dataclasses.replace(LLAMA, num_layers=3, qk_norm=True, tie_embeddings=True,
+        mixers=("short_conv", "attention", "short_conv"), short_conv=ShortConv(conv_width=5),
+        positions=Rope(base=1e6)), {}),
     "gpt2": ("gpt2", ModelConfig(vocab_size=61, d_model=32, num_layers=2, num_heads=4, d_ff=64,
         max_len=131, tie_embeddings=True, activation="gelu_tanh", dropout=0.1,
         attention_dropout=0.1), {}),
@@ -515,6 +518,16 @@ def test_unknown_gguf_keys_and_tensors_are_rejected(small, tmp_path):
     wide = tensors | {"blk.0.ffn_up.weight": np.zeros((64, 31), np.float32)}
     refused(r"up_proj.weight has shape \[64, 31\]", wide)
     refused("token_embd.weight is missing", {"output_norm.weight": np.zeros(3, np.float32)})
+
+
+@pytest.mark.parametrize("counts", [2, [2, 2, 2, 0], [0, 2, 4], [0, 0, 0], [0, -2, 0], ["0"] * 3])
+def test_lfm2_needs_a_number_of_key_heads_for_each_layer(counts, tmp_path):
+    folder, _ = folder_of(tmp_path / "m", *CASES["lfm2"][:2])
+    path = gguf_of(tmp_path / "m.gguf", folder, keys={"attention.head_count_kv": counts})
+    rule = r"must be a list of 3 \(block_count\) of 0 and one other number"
+    with pytest.raises(ConfigError, match=f"lfm2.attention.head_count_kv is .*: {rule}") as error:
+        load_pretrained(path)
+    one_line(error)
 
 
 def test_phi3_rope_factors_are_loaded_from_two_tensors(tmp_path):

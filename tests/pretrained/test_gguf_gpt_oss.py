@@ -1,8 +1,10 @@
-"""GGUF files of gpt-oss, with MXFP4 experts and separate gate and up tensors."""
+"""GGUF files of gpt-oss and LFM2, and their numbers in llama.cpp."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +20,7 @@ from tests.pretrained.test_gguf import (
     small_tokenizer,
 )
 from tests.support.gguf_files import byte_level_keys, converted, gguf_of, llama_cpp, write_file
-from transformer_jax.config import ConfigError, Rope
+from transformer_jax.config import ConfigError, ModelConfig, Rope
 from transformer_jax.models.factory import build
 from transformer_jax.pretrained.gguf_file import open_gguf
 from transformer_jax.pretrained.load import load_pretrained
@@ -57,29 +59,43 @@ def test_gpt_oss_mxfp4_experts_round_trip(tmp_path):
 def test_log_probabilities_match_llama_cpp(rope, tmp_path):
     """Compare in F32. llama.cpp rounds the bounds of YaRN; the model is published without rounding
     and is read that way, so `truncate` is set only for the comparison."""
+    config = dataclasses.replace(OSS, d_model=64, head_dim=32, tie_embeddings=False, positions=rope)
+    keys = {"attention.value_length": 32, "expert_feed_forward_length": 64}
+    keys = (CASES["gpt-oss"][2] if rope is OSS.positions else {}) | keys
+    path = random_file(tmp_path, "gpt_oss", config, keys)
+    found, loaded = load_pretrained(path)
+    assert found.positions == rope
+    rounded = dataclasses.replace(found, positions=dataclasses.replace(rope, truncate=True))
+    assert_matches_llama_cpp(path, rounded, loaded)
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_lfm2_match_llama_cpp(tmp_path):
+    config = dataclasses.replace(CASES["lfm2"][1], d_model=64)
+    path = random_file(tmp_path, "lfm2", config, {})
+    assert_matches_llama_cpp(path, *load_pretrained(path))
+
+
+def random_file(folder: Path, family: str, config: ModelConfig, keys: dict[str, Any]) -> Path:
+    """Write a GGUF file with random weights and a small tokenizer."""
     pytest.importorskip("xllamacpp")
-    library = small_tokenizer()
-    config = dataclasses.replace(
-        OSS, vocab_size=library.get_vocab_size(), d_model=64, head_dim=32, tie_embeddings=False,
-        positions=rope,
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
+    library, rng = small_tokenizer(), np.random.default_rng(0)
+    config = dataclasses.replace(config, vocab_size=library.get_vocab_size())
 
     def random(x):  # norm scales near 1
         mean, spread = (1.0, 0.3) if x.ndim == 1 else (0.0, x.shape[-1] ** -0.5)
         return (mean + spread * rng.standard_normal(x.shape)).astype(np.float32)
 
     params = jax.tree.map(random, drawn(config))
-    save_pretrained(tmp_path / "m", config, params, family="gpt_oss")
-    keys = {"attention.value_length": 32, "expert_feed_forward_length": 64}
-    keys = (CASES["gpt-oss"][2] if rope is OSS.positions else {}) | keys
+    save_pretrained(folder / "m", config, params, family=family)
     tokenizer = byte_level_keys(library, "smollm", eos="<|im_end|>")
-    path = gguf_of(tmp_path / "m.gguf", tmp_path / "m", keys=keys, tokenizer=tokenizer)
-    found, loaded = load_pretrained(path)
-    assert found.positions == rope
-    rounded = dataclasses.replace(found, positions=dataclasses.replace(rope, truncate=True))
-    complete = llama_cpp(path)
-    model = jax.jit(lambda ids: build(rounded).apply({"params": loaded}, ids))
+    return gguf_of(folder / "m.gguf", folder / "m", keys=keys, tokenizer=tokenizer)
+
+
+def assert_matches_llama_cpp(path: Path, config: ModelConfig, params: Any) -> None:
+    """Compare the log-probabilities of the likeliest tokens after twelve prompts."""
+    complete, rng = llama_cpp(path), np.random.default_rng(1)
+    model = jax.jit(lambda ids: build(config).apply({"params": params}, ids))
     compared = 0
     for length in 6 * (7, 100):
         ids = rng.integers(5, 250, (1, length), dtype=np.int32)

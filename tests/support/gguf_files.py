@@ -2,7 +2,8 @@
 
 Tensor names come from the package gguf. The changes to the tensors follow the converter's
 description: rows of query and key are interleaved for ggml's rotation, 1 is added to Gemma's norm
-scales, GPT-2's matrices are transposed, and the experts of a layer are stacked.
+scales, GPT-2's matrices are transposed, the experts of a layer are stacked, and convolutions have
+two axes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROTATED = {"llama"}
 ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma",
     "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "gpt2": "gpt2",
-    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
+    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2": "lfm2",
 }  # fmt: skip
 """Map each `model_type` to the name of its architecture in llama.cpp."""
 
@@ -38,10 +39,11 @@ SIZES = {
     "attention.head_count_kv": ("num_key_value_heads",),
     "context_length": ("max_position_embeddings", "n_positions"),
     "feed_forward_length": ("intermediate_size", "n_inner"),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": ("layer_norm_epsilon",),
     "attention.key_length": ("head_dim",),
     "rope.freq_base": ("rope_theta",),
+    "shortconv.l_cache": ("conv_L_cache",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "attention.sliding_window": ("sliding_window",),
@@ -60,6 +62,11 @@ def metadata_of(config: Mapping[str, Any]) -> Keys:
         for origin in origins:
             if config.get(origin) is not None:
                 found[name] = config[origin]
+    if config["model_type"] == "lfm2":
+        heads = found["attention.head_count_kv"]
+        found["attention.head_count_kv"] = [
+            0 if kind == "conv" else heads for kind in config["layer_types"]
+        ]
     return found
 
 
@@ -87,6 +94,8 @@ def converted(folder: Path) -> tuple[str, Keys, dict[str, np.ndarray]]:
         if kind == "gpt_oss" and (".experts." in name or name.endswith("sinks")):
             tensors |= _of_gpt_oss(names, name, tensor)
             continue
+        if name.endswith("conv.conv.weight"):
+            tensor = tensor[:, 0]
         if name.endswith("shared_expert_gate.weight"):
             tensor = tensor.reshape(-1)
         if found := re.search(r"\.experts\.(\d+)\.", name):

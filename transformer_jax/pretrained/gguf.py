@@ -8,6 +8,7 @@ following changes to tensors, which are undone when a tensor is read:
     GPT-2                      matrices are transposed
     experts                    all expert matrices of a layer are stored in one tensor
     gpt-oss                    gate and up are separate tensors, and expert matrices are transposed
+    LFM2                       convolutions lose an axis, and each layer has a number of key heads
 
 Every metadata key of the architecture is either read or rejected with an error that names it.
 """
@@ -183,6 +184,8 @@ def _placed(
         change, shape = np.transpose, shape[::-1]
     elif base in names.rows:
         change, shape = partial(np.expand_dims, axis=0), (1, *shape)
+    elif base in names.depthwise and end == "weight":
+        change, shape = partial(np.expand_dims, axis=1), (shape[0], 1, *shape[1:])
     yield f"{to}.{end}", _Source(name, None, change), TensorInfo("", dtype, shape)
 
 
@@ -265,6 +268,8 @@ class _Names:
     transposed: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     """Vectors that the folder stores as matrices with one row."""
+    depthwise: tuple[str, ...] = ()
+    """Depthwise convolutions, which the folder stores as [channels, 1, width]."""
     plain: tuple[str, ...] = ()
     """Tensors whose folder names lack ".weight" and have "_bias" instead of ".bias"."""
 
@@ -284,8 +289,11 @@ _SANDWICH = {
 }  # fmt: skip
 
 
-def _common(keys: _Keys, model_type: str) -> JsonObject:
-    """Read the sizes and the rotary embedding, and return them as keys of config.json."""
+def _common(keys: _Keys, model_type: str, kv_heads: int | None = None) -> JsonObject:
+    """Read the sizes and the rotary embedding, and return them as keys of config.json.
+
+    `kv_heads` replaces attention.head_count_kv.
+    """
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     if (found := keys.integer("attention.value_length", head_dim)) != head_dim:
@@ -298,7 +306,7 @@ def _common(keys: _Keys, model_type: str) -> JsonObject:
         intermediate_size=keys.integer("feed_forward_length"),
         num_hidden_layers=keys.integer("block_count"),
         num_attention_heads=heads,
-        num_key_value_heads=keys.integer("attention.head_count_kv", heads),
+        num_key_value_heads=kv_heads or keys.integer("attention.head_count_kv", heads),
         max_position_embeddings=keys.integer("context_length"),
         rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
         tie_word_embeddings="output.weight" not in keys.file.tensors,
@@ -363,7 +371,7 @@ def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObjec
 
 _ARCHITECTURES = (
     "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "gpt2",
-    "gpt-oss",
+    "gpt-oss", "lfm2",
 )  # fmt: skip
 """The supported values of `general.architecture`."""
 
@@ -502,6 +510,29 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
                 "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
             }  # fmt: skip
             return config, _Names(names, plain=tuple(experts))
+        case "lfm2":
+            layers, name = keys.integer("block_count"), "attention.head_count_kv"
+            counts = np.asarray(ObjectKeys.take(keys, name))  # one per layer, 0 for a convolution
+            found = {*counts.tolist()} if counts.dtype.kind in "iu" and counts.ndim == 1 else {0}
+            if len(counts.reshape(-1)) != layers or len(found - {0}) != 1 or min(found) < 0:
+                rule = f"must be a list of {layers} (block_count) of 0 and one other number"
+                keys.fail(name, counts.tolist(), rule)
+            config = _common(keys, "lfm2", max(found))
+            config["norm_eps"] = config.pop("rms_norm_eps")
+            config["layer_types"] = ["full_attention" if count else "conv" for count in counts]
+            config["conv_L_cache"] = keys.integer("shortconv.l_cache")
+            config["block_auto_adjust_ff_dim"] = False
+            modules = {
+                "attn_norm": "operator_norm", "attn_q_norm": "self_attn.q_layernorm",
+                "attn_k_norm": "self_attn.k_layernorm", "attn_output": "self_attn.out_proj",
+                "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3",
+                "ffn_down": "feed_forward.w2",
+            }  # fmt: skip
+            modules |= {f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "out_proj")}
+            modules["shortconv.conv"] = "conv.conv"
+            outer = {"token_embd": "model.embed_tokens", "output": "lm_head"}
+            outer["token_embd_norm"] = "model.embedding_norm"
+            return config, _Names(_ATTENTION | modules, outer, depthwise=("shortconv.conv",))
         case "gpt2":
             heads = keys.integer("attention.head_count")
             if (found := keys.integer("attention.head_count_kv", heads)) != heads:
