@@ -82,7 +82,7 @@ MODELS = {
         latent_attention=LatentAttention(kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4),
     ),
     "convolutions": replace(
-        SMALL, positions="rope", mixers=("short_conv", "attention"),
+        SMALL, positions="rope", init_std=0.3, mixers=("short_conv", "attention"),
         short_conv=ShortConv(conv_bias=True),
     ),
     "encoder": replace(SMALL, kind="encoder"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -12,10 +13,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file
 
 from tests.support.gguf_files import byte_level_keys, converted, gguf, gguf_of, write_file
 from tests.support.tolerances import assert_same_bits
-from transformer_jax.config import ConfigError, Experts, ModelConfig, Rope, ShortConv
+from transformer_jax.config import (
+    ConfigError,
+    Experts,
+    LatentAttention,
+    ModelConfig,
+    Rope,
+    ShortConv,
+)
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.quantized import QuantizedTable, quantize
 from transformer_jax.pretrained import gguf_file
@@ -53,6 +62,10 @@ OSS = dataclasses.replace(
     experts=Experts(count=3, top_k=2, router_bias=True, balance_loss=0.001),
     positions=Rope(base=150_000.0, scaling="yarn", factor=32.0, original_len=64, truncate=False),
 )  # fmt: skip
+DEEPSEEK = dataclasses.replace(
+    LLAMA, num_kv_heads=None, positions=Rope(pairing="interleaved"), mixers=("latent_attention",),
+    latent_attention=LatentAttention(kv_rank=14, nope_dim=6, rope_dim=8, value_dim=5),
+)  # fmt: skip
 CASES: dict[str, tuple[str, ModelConfig, dict[str, object]]] = {
     "llama": ("llama", LLAMA, {}),
     "llama of biases": ("llama", dataclasses.replace(LLAMA, use_bias=True), {}),
@@ -81,6 +94,24 @@ CASES: dict[str, tuple[str, ModelConfig, dict[str, object]]] = {
     "gpt-oss": ("gpt_oss", OSS, {"expert_feed_forward_length": 64, "rope.scaling.type": "yarn",
         "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 64,
         "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}),
+    "deepseek2": ("deepseek_v2", dataclasses.replace(DEEPSEEK, experts=Experts(count=6, top_k=2,
+        d_ff=16, shared_d_ff=32, normalize=False, scale=1.5, balance_loss=0.001,
+        dense_layers=1)), {}),
+    "deepseek2 of groups": ("deepseek_v2", dataclasses.replace(DEEPSEEK, d_ff=None,
+        experts=Experts(count=6, top_k=2, d_ff=16, shared_d_ff=16, normalize=False, groups=3,
+        top_groups=2, balance_loss=0.001)), {}),
+    "deepseek3": ("deepseek_v3", dataclasses.replace(DEEPSEEK,
+        latent_attention=dataclasses.replace(DEEPSEEK.latent_attention, query_rank=11),
+        experts=Experts(count=6, top_k=2, d_ff=16, shared_d_ff=16, score="sigmoid", groups=2,
+        top_groups=1, group_best=2, selection_bias=True, scale=2.5, balance_loss=0.001,
+        dense_layers=1)), {}),
+    "deepseek3 yarn": ("deepseek_v3", dataclasses.replace(DEEPSEEK, d_ff=None, tie_embeddings=True,
+        experts=Experts(count=3, top_k=2, d_ff=16, shared_d_ff=16, score="sigmoid",
+        selection_bias=True, normalize=False, balance_loss=0.001),
+        attention_scale=14**-0.5 * (1 + 0.1 * 0.707 * math.log(4)) ** 2, positions=Rope(
+        pairing="interleaved", scaling="yarn", factor=4.0, original_len=32, attention_factor=1.0)),
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 32, "rope.scaling.yarn_log_multiplier": 0.0707}),
     "lfm2": ("lfm2", dataclasses.replace(LLAMA, num_layers=3, qk_norm=True, tie_embeddings=True,
         mixers=("short_conv", "attention", "short_conv"), short_conv=ShortConv(conv_width=5),
         positions=Rope(base=1e6)), {}),
@@ -528,6 +559,45 @@ def test_lfm2_needs_a_number_of_key_heads_for_each_layer(counts, tmp_path):
     with pytest.raises(ConfigError, match=f"lfm2.attention.head_count_kv is .*: {rule}") as error:
         load_pretrained(path)
     one_line(error)
+
+
+def test_older_deepseek_file_stores_keys_and_values_together(tmp_path):
+    folder, params = folder_of(tmp_path / "m", *CASES["deepseek2"][:2])
+    architecture, keys, tensors = converted(folder)
+    widths = {f"attention.{part}_length": keys.pop(f"attention.{part}_length_mla")
+              for part in ("key", "value")}  # fmt: skip
+    keys |= widths | {"attention.head_count_kv": 4}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.endswith("kv_b_proj.weight"):
+            layer = f"blk.{name.split('.')[2]}"
+            del tensors[f"{layer}.attn_k_b.weight"], tensors[f"{layer}.attn_v_b.weight"]
+            tensors[f"{layer}.attn_kv_b.weight"] = tensor
+    path = write_file(tmp_path / "m.gguf", architecture, keys, tensors)
+    found, loaded = load_pretrained(path)
+    assert found == load_pretrained(folder)[0]
+    same(loaded, params)
+
+
+def test_deepseek_keys_and_tensors_must_match(tmp_path):
+    architecture, keys, tensors = converted(folder_of(tmp_path / "m", *CASES["deepseek3"][:2])[0])
+    k, v = "blk.1.attn_k_b.weight", "blk.1.attn_v_b.weight"
+    less = {name: tensor for name, tensor in tensors.items() if name != v}
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32}  # fmt: skip
+    for rule, changes, stored in (
+        ("key_length is 7: must be 22", {"attention.key_length": 7}, tensors),
+        ("expert_gating_func is 3: must be 1 or 2", {"expert_gating_func": 3}, tensors),
+        ("rope.dimension_count is 14: must be below the key width, 14",
+         {"rope.dimension_count": 14, "attention.key_length": 28}, tensors),
+        ("yarn_log_multiplier is missing", yarn, tensors),
+        (rf"{v} is missing: must be \[4, any, 14\], like {k}", {}, less),
+        (rf"{v} is \[3, 5, 14\]: must be \[4, any", {}, less | {v: tensors[v][:3]}),
+        (rf"'{k}' is \[4, 14\]: must have the axes", {}, tensors | {k: tensors[k][:, :, 0]}),
+    ):  # fmt: skip
+        path = write_file(tmp_path / "m.gguf", architecture, keys | changes, stored)
+        with pytest.raises((CheckpointError, ConfigError), match=rule) as error:
+            load_pretrained(path)
+        one_line(error)
 
 
 def test_phi3_rope_factors_are_loaded_from_two_tensors(tmp_path):

@@ -70,9 +70,14 @@ def test_log_probabilities_match_llama_cpp(rope, tmp_path):
 
 
 @pytest.mark.slow
-def test_log_probabilities_of_lfm2_match_llama_cpp(tmp_path):
-    config = dataclasses.replace(CASES["lfm2"][1], d_model=64)
-    path = random_file(tmp_path, "lfm2", config, {})
+@pytest.mark.parametrize("case", ["lfm2", "deepseek2", "deepseek3", "deepseek3 yarn"])
+def test_log_probabilities_of_other_layers_match_llama_cpp(case, tmp_path):
+    family, config, keys = CASES[case]
+    config = dataclasses.replace(config, d_model=64)
+    if config.latent_attention is not None:  # llama.cpp requires this latent for 2 layers
+        sizes = dataclasses.replace(config.latent_attention, query_rank=11)
+        config = dataclasses.replace(config, latent_attention=sizes)
+    path = random_file(tmp_path, family, config, keys)
     assert_matches_llama_cpp(path, *load_pretrained(path))
 
 

@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma",
     "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "gpt2": "gpt2",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2": "lfm2",
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
 }  # fmt: skip
 """Map each `model_type` to the name of its architecture in llama.cpp."""
 
@@ -62,6 +63,26 @@ def metadata_of(config: Mapping[str, Any]) -> Keys:
         for origin in origins:
             if config.get(origin) is not None:
                 found[name] = config[origin]
+    if config["model_type"].startswith("deepseek"):
+        rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        found |= {
+            "attention.head_count_kv": 1, "attention.key_length": rank + rope,
+            "attention.value_length": rank, "attention.kv_lora_rank": rank,
+            "attention.key_length_mla": config["qk_nope_head_dim"] + rope,
+            "attention.value_length_mla": config["v_head_dim"], "rope.dimension_count": rope,
+            "expert_count": config["n_routed_experts"],
+            "expert_shared_count": config["n_shared_experts"],
+            "expert_weights_scale": config["routed_scaling_factor"],
+            "leading_dense_block_count": config["first_k_dense_replace"],
+            "expert_group_count": config["n_group"],
+            "expert_group_used_count": config["topk_group"],
+        }  # fmt: skip
+        if config["q_lora_rank"] is not None:
+            found["attention.q_lora_rank"] = config["q_lora_rank"]
+        if config["norm_topk_prob"]:
+            found["expert_weights_norm"] = True
+        if config["model_type"] == "deepseek_v3":
+            found["expert_gating_func"] = 2
     if config["model_type"] == "lfm2":
         heads = found["attention.head_count_kv"]
         found["attention.head_count_kv"] = [
@@ -94,6 +115,15 @@ def converted(folder: Path) -> tuple[str, Keys, dict[str, np.ndarray]]:
         if kind == "gpt_oss" and (".experts." in name or name.endswith("sinks")):
             tensors |= _of_gpt_oss(names, name, tensor)
             continue
+        if name.endswith("kv_b_proj.weight"):
+            nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+            parts = tensor.reshape(heads[0], nope + value, -1)
+            k, v = parts[:, :nope].swapaxes(1, 2), parts[:, nope:]
+            for part, x in (("k", k), ("v", v)):
+                to = _renamed(names, name.replace("kv_b", f"{part}_b"))
+                tensors[to] = np.ascontiguousarray(x)
+            continue
+        name = name.replace("correction_bias", "correction.bias")
         if name.endswith("conv.conv.weight"):
             tensor = tensor[:, 0]
         if name.endswith("shared_expert_gate.weight"):

@@ -44,11 +44,17 @@ CORPUS = [
 
 def published(pre: str) -> Tokenizer:
     """Train a tokenizer with the pipeline of the model of this name."""
-    whole = pre in ("llama-bpe", "tekken")
+    whole = pre in ("llama-bpe", "lfm2", "tekken")
     library = Tokenizer(models.BPE(ignore_merges=whole))
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    patterns = {"llama-bpe": LLAMA3, "qwen2": QWEN2, "gpt-4o": GPT4O, "tekken": TEKKEN}
+    patterns = {
+        "llama-bpe": LLAMA3,
+        "lfm2": LLAMA3,
+        "qwen2": QWEN2,
+        "gpt-4o": GPT4O,
+        "tekken": TEKKEN,
+    }
     if pre == "gpt-2":
         library.pre_tokenizer = plain
     elif pre == "smollm":
@@ -92,7 +98,9 @@ def random_texts(seed: int, count: int) -> list[str]:
     return ["".join(rng.choice(parts, rng.integers(1, 30))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken"])
+@pytest.mark.parametrize(
+    "pre", ["gpt-2", "smollm", "llama-bpe", "lfm2", "qwen2", "gpt-4o", "tekken"]
+)
 def test_gguf_token_ids_match_published_tokenizer(pre):
     library, metadata = byte_level(pre)
     tokenizer = tokenizer_of_metadata(metadata, "m.gguf")
@@ -103,7 +111,7 @@ def test_gguf_token_ids_match_published_tokenizer(pre):
         assert tokenizer.decode(expected) == library.decode(expected, skip_special_tokens=False), (
             text
         )
-    first = [0] if pre in ("llama-bpe", "tekken") else []
+    first = [0] if pre in ("llama-bpe", "lfm2", "tekken") else []
     assert tokenizer.encode("cat", special_tokens=True).tolist()[: len(first)] == first
     assert len(tokenizer.encode("cat", special_tokens=True)) == len(tokenizer.encode("cat")) + len(
         first

@@ -9,6 +9,8 @@ following changes to tensors, which are undone when a tensor is read:
     experts                    all expert matrices of a layer are stored in one tensor
     gpt-oss                    gate and up are separate tensors, and expert matrices are transposed
     LFM2                       convolutions lose an axis, and each layer has a number of key heads
+    DeepSeek-V2 and V3         the matrices of keys and values are separate, and that of keys is
+                               transposed
 
 Every metadata key of the architecture is either read or rejected with an error that names it.
 """
@@ -38,8 +40,8 @@ from transformer_jax.pretrained.safetensors_folder import (
 from transformer_jax.untrusted_files import MISSING, Json, JsonObject, ObjectKeys, shown
 from transformer_jax.values import value_class
 
-Change = Callable[[np.ndarray], np.ndarray]
-"""Function that undoes the converter's change to a tensor."""
+Change = Callable[..., np.ndarray]
+"""Function that undoes the converter's change to one or several tensors."""
 
 
 @value_class
@@ -72,24 +74,19 @@ class GgufModel(WeightFolder):
         if name not in self.sources:
             raise CheckpointError(f"{self.path}: there is no tensor {shown(name)}")
         source = self.sources[name]
-        tensors = [self.gguf.read(one, source.part) for one in (source.tensor, *source.interleaved)]
-        if source.change is not None:
-            tensors = [source.change(tensor) for tensor in tensors]
-        if not source.interleaved:
-            return name, tensors[0]
-        # In the tensor of the folder, the columns of gate and up are interleaved.
-        return name, np.stack(tensors, axis=-1).reshape(*tensors[0].shape[:-1], -1)
+        tensors = [self.gguf.read(one, source.part) for one in (source.tensor, *source.others)]
+        return name, tensors[0] if source.change is None else source.change(*tensors)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Location of a folder's tensor in the file, which is a whole tensor or a slice of one."""
+    """Location of a folder's tensor in the file: tensors, or a slice of one tensor."""
 
     tensor: str
     part: int | None = None
     change: Change | None = None
-    interleaved: tuple[str, ...] = ()
-    """Another tensor, whose columns alternate with the columns of this one."""
+    others: tuple[str, ...] = ()
+    """Further tensors, which `change` combines with the first one."""
 
 
 def open_gguf_model(path: str | Path) -> GgufModel:
@@ -137,19 +134,22 @@ def _placed(
     if base in names.plain:  # gpt-oss: expert matrices, their biases, and the sinks
         if "_up_" in name:  # read with the gate, because the folder has one tensor for both
             return
-        change: Change | None = None
-        shape, interleaved = tensor.shape, tuple[str, ...]()
+        shape, others = tensor.shape, tuple[str, ...]()
         if len(shape) == 3:
-            change, shape = partial(np.swapaxes, axis1=1, axis2=2), (shape[0], shape[2], shape[1])
+            shape = (shape[0], shape[2], shape[1])
         if "_gate_" in name:
-            interleaved = (name.replace("_gate_", "_up_"),)
-            other = file.tensors.get(interleaved[0])
-            if other is None or other.shape != tensor.shape:
-                state = "is missing" if other is None else f"is {list(other.shape)}"
-                rule = f"must be {list(tensor.shape)}, like {name}"
-                raise CheckpointError(f"{file.path}: {interleaved[0]} {state}: {rule}")
+            others = (_partner(file, name, name.replace("_gate_", "_up_"), tensor.shape),)
             shape = (*shape[:-1], 2 * shape[-1])
-        source = _Source(name, None, change, interleaved)
+
+        def combined(*tensors: np.ndarray) -> np.ndarray:
+            if tensors[0].ndim == 3:
+                tensors = tuple(one.swapaxes(1, 2) for one in tensors)
+            if len(tensors) == 1:
+                return tensors[0]
+            # in the tensor of the folder, the columns of gate and up are interleaved
+            return np.stack(tensors, axis=-1).reshape(*tensors[0].shape[:-1], -1)
+
+        source = _Source(name, None, combined, others)
         yield to + "_bias" * (end == "bias"), source, TensorInfo("", "float32", shape)
         return
     kind = tensor.kind
@@ -164,7 +164,28 @@ def _placed(
             rule = "must have the axes experts, outputs, and inputs"
             raise CheckpointError(f"{file.path}: {shown(name)} is {list(tensor.shape)}: {rule}")
         return
-    change, shape = None, tensor.shape
+    change: Change | None = None
+    shape = tensor.shape
+    if base == "attn_v_b":  # read with attn_k_b
+        return
+    if base == "attn_k_b":  # DeepSeek: the folder has the rows of both for each head
+        if len(shape) != 3:
+            rule = "must have the axes heads, latent and width"
+            raise CheckpointError(f"{file.path}: {shown(name)} is {list(shape)}: {rule}")
+        heads, rank, width = shape
+        other = _partner(file, name, name.replace("_k_b", "_v_b"), (heads, None, rank))
+        rows = heads * (width + file.tensors[other].shape[1])
+
+        def both(k: np.ndarray, v: np.ndarray) -> np.ndarray:
+            joined = np.concatenate([k.swapaxes(1, 2), v], axis=1)
+            return joined.reshape(-1, k.shape[1])
+
+        yield (
+            f"{to}.{end}",
+            _Source(name, None, both, (other,)),
+            TensorInfo("", dtype, (rows, rank)),
+        )
+        return
     if base in names.rotated:
         heads = config["num_key_value_heads" if base == "attn_k" else "num_attention_heads"]
         if shape[0] % (2 * heads):
@@ -187,6 +208,19 @@ def _placed(
     elif base in names.depthwise and end == "weight":
         change, shape = partial(np.expand_dims, axis=1), (shape[0], 1, *shape[1:])
     yield f"{to}.{end}", _Source(name, None, change), TensorInfo("", dtype, shape)
+
+
+def _partner(file: GgufFile, name: str, other: str, shape: tuple[int | None, ...]) -> str:
+    """Return the name of a tensor that is read with another one, after checking its shape."""
+    found = file.tensors.get(other)
+    sizes = () if found is None else found.shape
+    if len(sizes) != len(shape) or any(
+        n not in (None, m) for n, m in zip(shape, sizes, strict=True)
+    ):
+        state = "is missing" if found is None else f"is {list(sizes)}"
+        wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
+        raise CheckpointError(f"{file.path}: {other} {state}: must be {wanted}, like {name}")
+    return other
 
 
 class _Keys(ConfigKeys):
@@ -289,15 +323,19 @@ _SANDWICH = {
 }  # fmt: skip
 
 
-def _common(keys: _Keys, model_type: str, kv_heads: int | None = None) -> JsonObject:
+def _common(
+    keys: _Keys, model_type: str, kv_heads: int | None = None, head_dim: int | None = None
+) -> JsonObject:
     """Read the sizes and the rotary embedding, and return them as keys of config.json.
 
-    `kv_heads` replaces attention.head_count_kv.
+    `kv_heads` and `head_dim` replace attention.head_count_kv and attention.key_length.
     """
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
-    head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
-    if (found := keys.integer("attention.value_length", head_dim)) != head_dim:
-        keys.fail("attention.value_length", found, f"must equal attention.key_length, {head_dim}")
+    if head_dim is None:
+        name = "attention.value_length"
+        head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
+        if (found := keys.integer(name, head_dim)) != head_dim:
+            keys.fail(name, found, f"must equal attention.key_length, {head_dim}")
     keys.require("attention.causal", True)
     config: JsonObject = dict(
         model_type=model_type,
@@ -371,7 +409,7 @@ def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObjec
 
 _ARCHITECTURES = (
     "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "gpt2",
-    "gpt-oss", "lfm2",
+    "gpt-oss", "lfm2", "deepseek2",
 )  # fmt: skip
 """The supported values of `general.architecture`."""
 
@@ -533,6 +571,62 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
             outer = {"token_embd": "model.embed_tokens", "output": "lm_head"}
             outer["token_embd_norm"] = "model.embedding_norm"
             return config, _Names(_ATTENTION | modules, outer, depthwise=("shortconv.conv",))
+        case "deepseek2":
+            has = keys.content.__contains__
+            heads, rope = keys.integer("attention.head_count"), keys.integer("rope.dimension_count")
+            # without the keys of MLA, an older file stores the widths of the expanded heads
+            latent = has("attention.key_length_mla")
+            width, value = (
+                keys.integer(f"attention.{part}_length" + "_mla" * latent)
+                for part in ("key", "value")
+            )
+            rank = keys.integer("attention.kv_lora_rank")
+            wanted = {"head_count_kv": 1, "key_length": rank + rope, "value_length": rank}
+            for name, size in wanted.items() if latent else [("head_count_kv", heads)]:
+                keys.require(f"attention.{name}", size)
+            if width <= rope:
+                keys.fail("rope.dimension_count", rope, f"must be below the key width, {width}")
+            gating = keys.take("expert_gating_func", 1)
+            keys.require("expert_gating_func", 1, 2)
+            names = expert_names("mlp", "gate_proj", "up_proj", "down_proj")
+            config = _common(keys, f"deepseek_v{1 + gating}", heads, rope) | dict(
+                kv_lora_rank=rank,
+                q_lora_rank=None,
+                qk_nope_head_dim=width - rope,
+                qk_rope_head_dim=rope,
+                v_head_dim=value,
+                n_routed_experts=keys.integer("expert_count"),
+                num_experts_per_tok=keys.integer("expert_used_count"),
+                n_shared_experts=keys.integer("expert_shared_count"),
+                moe_intermediate_size=keys.integer("expert_feed_forward_length"),
+                first_k_dense_replace=keys.take("leading_dense_block_count", 0),
+                routed_scaling_factor=keys.number("expert_weights_scale", 1.0),
+                norm_topk_prob=keys.take("expert_weights_norm", False),
+                n_group=keys.integer("expert_group_count", 1),
+                topk_group=keys.integer("expert_group_used_count", 1),
+            )
+            if has("attention.q_lora_rank"):
+                config["q_lora_rank"] = keys.integer("attention.q_lora_rank")
+            if gating == 1 and config["n_group"] > 1:
+                config["topk_method"] = "group_limited_greedy"
+            if config.get("rope_scaling", {}).get("rope_type") == "yarn":
+                # the models have equal mscale and mscale_all_dim, of which the file stores a tenth
+                scale = float(f"{10 * keys.number('rope.scaling.yarn_log_multiplier'):.6g}")
+                config["rope_scaling"] |= dict(mscale=scale, mscale_all_dim=scale)
+            keys.take("nextn_predict_layers", None)  # the converter drops these layers
+            if gating == 2:
+                config["num_nextn_predict_layers"] = 0
+            for name in ("gate", "up", "down"):
+                names[f"ffn_{name}_shexp"] = f"mlp.shared_experts.{name}_proj"
+            names |= {
+                "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj",
+                "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+                "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+                "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
+                "attn_k_b": "self_attn.kv_b_proj", "attn_v_b": "self_attn.kv_b_proj",
+                "attn_output": "self_attn.o_proj", "exp_probs_b": "mlp.gate.e_score_correction",
+            }  # fmt: skip
+            return config, _Names(_GATED | names, plain=("exp_probs_b",))
         case "gpt2":
             heads = keys.integer("attention.head_count")
             if (found := keys.integer("attention.head_count_kv", heads)) != heads:

@@ -39,7 +39,7 @@ _TEKKEN = _CASED % ("", "", r"\p{N}")
 _SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), None),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), r"\p{N}"),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2_SPLIT),
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _TEKKEN,
@@ -48,7 +48,7 @@ _SPLITS: dict[str, str | None] = {
 
 {N}" isolates each digit first.
 """
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "lfm2", "tekken"})
 """Tokenizers that look up whole words before merging and that add bos by default."""
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
 """Tokenizers that compose Unicode (NFC)."""
