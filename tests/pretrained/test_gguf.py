@@ -20,6 +20,7 @@ from tests.support.tolerances import assert_same_bits
 from transformer_jax.config import (
     ConfigError,
     Experts,
+    GatedDelta,
     LatentAttention,
     ModelConfig,
     Rope,
@@ -112,6 +113,11 @@ CASES: dict[str, tuple[str, ModelConfig, dict[str, object]]] = {
         pairing="interleaved", scaling="yarn", factor=4.0, original_len=32, attention_factor=1.0)),
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
         "rope.scaling.original_context_length": 32, "rope.scaling.yarn_log_multiplier": 0.0707}),
+    "qwen3 next": ("qwen3_next", dataclasses.replace(LLAMA, num_layers=4, d_ff=None, head_dim=16,
+        norm_unit_offset=True, qk_norm=True, attention_gate=True, positions=Rope(dims=4),
+        experts=Experts(count=3, top_k=2, d_ff=16, shared_d_ff=24, shared_gate=True,
+        balance_loss=0.001), mixers=("gated_delta", "attention"), gated_delta=GatedDelta(
+        num_key_heads=2, num_value_heads=6, key_dim=16, value_dim=16)), {}),
     "lfm2": ("lfm2", dataclasses.replace(LLAMA, num_layers=3, qk_norm=True, tie_embeddings=True,
         mixers=("short_conv", "attention", "short_conv"), short_conv=ShortConv(conv_width=5),
         positions=Rope(base=1e6)), {}),
@@ -140,7 +146,9 @@ def same(got, want) -> None:
     got, want = flatten_dict(got, sep="/"), flatten_dict(want, sep="/")
     assert got.keys() == want.keys() and got
     for path, leaf in want.items():
-        np.testing.assert_array_equal(np.asarray(got[path]), np.asarray(leaf), err_msg=path)
+        # a GGUF file stores the exponential of this parameter, whose relative error is 2^-23
+        error = 2**-22 if path.endswith("decay_rate") else 0
+        np.testing.assert_allclose(got[path], np.asarray(leaf), 0, error, err_msg=path)
 
 
 # Contents of a file
@@ -594,6 +602,23 @@ def test_deepseek_keys_and_tensors_must_match(tmp_path):
         (rf"{v} is \[3, 5, 14\]: must be \[4, any", {}, less | {v: tensors[v][:3]}),
         (rf"'{k}' is \[4, 14\]: must have the axes", {}, tensors | {k: tensors[k][:, :, 0]}),
     ):  # fmt: skip
+        path = write_file(tmp_path / "m.gguf", architecture, keys | changes, stored)
+        with pytest.raises((CheckpointError, ConfigError), match=rule) as error:
+            load_pretrained(path)
+        one_line(error)
+
+
+def test_qwen3_next_keys_and_tensors_must_match(tmp_path):
+    architecture, keys, tensors = converted(folder_of(tmp_path / "m", *CASES["qwen3 next"][:2])[0])
+    qkv, gate, rate = (f"blk.0.{name}" for name in ("attn_qkv.weight", "attn_gate.weight", "ssm_a"))
+    less = {name: tensor for name, tensor in tensors.items() if name != gate}
+    for rule, changes, stored in (
+        ("ssm.inner_size is 97: must be a multiple of 6", {"ssm.inner_size": 97}, tensors),
+        (rf"'{qkv}' is \[160, 32\]: must have 192 rows", {"ssm.state_size": 24}, tensors),
+        (rf"{gate} is missing: must be \[96, 32\], like {qkv}", {}, less),
+        (f"'{rate}.weight': not a supp", {}, tensors | {f"{rate}.weight": tensors[rate]}),
+        ("'blk.0.attn_norm': not a supp", {}, tensors | {"blk.0.attn_norm": tensors[rate]}),
+    ):
         path = write_file(tmp_path / "m.gguf", architecture, keys | changes, stored)
         with pytest.raises((CheckpointError, ConfigError), match=rule) as error:
             load_pretrained(path)

@@ -70,7 +70,7 @@ def test_log_probabilities_match_llama_cpp(rope, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["lfm2", "deepseek2", "deepseek3", "deepseek3 yarn"])
+@pytest.mark.parametrize("case", ["lfm2", "deepseek2", "deepseek3", "deepseek3 yarn", "qwen3 next"])
 def test_log_probabilities_of_other_layers_match_llama_cpp(case, tmp_path):
     family, config, keys = CASES[case]
     config = dataclasses.replace(config, d_model=64)

@@ -22,13 +22,13 @@ gguf = pytest.importorskip("gguf")
 
 Keys = dict[str, Any]
 
-NORMS = {"gemma", "gemma2", "gemma3"}
+NORMS = {"gemma", "gemma2", "gemma3", "qwen3next"}
 ROTATED = {"llama"}
 ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma",
     "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "gpt2": "gpt2",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2": "lfm2",
-    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "qwen3_next": "qwen3next",
 }  # fmt: skip
 """Map each `model_type` to the name of its architecture in llama.cpp."""
 
@@ -45,6 +45,10 @@ SIZES = {
     "attention.key_length": ("head_dim",),
     "rope.freq_base": ("rope_theta",),
     "shortconv.l_cache": ("conv_L_cache",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim",),
+    "ssm.state_size": ("linear_key_head_dim",),
+    "ssm.group_count": ("linear_num_key_heads",),
+    "ssm.time_step_rank": ("linear_num_value_heads",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "attention.sliding_window": ("sliding_window",),
@@ -63,6 +67,15 @@ def metadata_of(config: Mapping[str, Any]) -> Keys:
         for origin in origins:
             if config.get(origin) is not None:
                 found[name] = config[origin]
+    if config["model_type"] == "qwen3_next":
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        types = config["layer_types"]
+        rotated = round(config["head_dim"] * config["partial_rotary_factor"])
+        found |= {
+            "ssm.inner_size": values, "attention.value_length": config["head_dim"],
+            "full_attention_interval": types.index("full_attention") + 1,
+            "rope.dimension_count": rotated,
+        }  # fmt: skip
     if config["model_type"].startswith("deepseek"):
         rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
         found |= {
@@ -104,8 +117,23 @@ def converted(folder: Path) -> tuple[str, Keys, dict[str, np.ndarray]]:
     tensors: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if architecture in NORMS and name.endswith("norm.weight"):
+        if architecture in NORMS and name.endswith("norm.weight") and ".linear_attn" not in name:
             tensor = tensor + 1
+        if name.endswith("A_log"):
+            tensor = -np.exp(tensor)
+        name = name.replace("dt_bias", "dt_proj.bias")
+        if name.endswith("conv1d.weight"):
+            tensor = tensor[:, 0]
+        if name.endswith("in_proj_qkvz.weight"):
+            runs = tensor.reshape(config["linear_num_key_heads"], -1, tensor.shape[1])
+            width = config["linear_key_head_dim"]
+            value = (runs.shape[1] - 2 * width) // 2
+            ends = [width, 2 * width, 2 * width + value]
+            *qkv, z = (x.reshape(-1, x.shape[2]) for x in np.split(runs, ends, axis=1))
+            layer = f"blk.{name.split('.')[2]}"
+            tensors |= {f"{layer}.attn_qkv.weight": np.concatenate(qkv),
+                        f"{layer}.attn_gate.weight": np.ascontiguousarray(z)}  # fmt: skip
+            continue
         if kind == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight$", name):
             tensor = tensor.T
         if architecture in ROTATED and re.search(r"[qk]_proj\.(weight|bias)$", name):

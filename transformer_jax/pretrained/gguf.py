@@ -11,6 +11,8 @@ following changes to tensors, which are undone when a tensor is read:
     LFM2                       convolutions lose an axis, and each layer has a number of key heads
     DeepSeek-V2 and V3         the matrices of keys and values are separate, and that of keys is
                                transposed
+    Qwen3-Next                 1 is added to norm weights except those of heads, A_log becomes
+                               -exp(A_log), and two matrices contain the rows of in_proj_qkvz
 
 Every metadata key of the architecture is either read or rejected with an error that names it.
 """
@@ -123,10 +125,10 @@ def _placed(
     file: GgufFile, name: str, tensor: GgufTensor, names: _Names, config: JsonObject
 ) -> Iterator[tuple[str, _Source, TensorInfo]]:
     """Yield the folder's tensors for a tensor in the file, one or one per expert."""
-    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)\.(weight|bias)", name)
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)(?:\.(weight|bias))?", name)
     layer, base, end = found.groups() if found else (None, "", "")
     to = (names.layer if layer else names.outer).get(base)
-    if to is None:
+    if to is None or (end is None) != (base == "ssm_a"):
         rule = f"not a supported tensor of the architecture {file.architecture}"
         raise CheckpointError(f"{file.path}: {shown(name)}: {rule}")
     if layer:
@@ -166,7 +168,27 @@ def _placed(
         return
     change: Change | None = None
     shape = tensor.shape
-    if base == "attn_v_b":  # read with attn_k_b
+    if base == "attn_v_b" or (base == "attn_gate" and "ssm_a" in names.layer):
+        return  # read with attn_k_b or attn_qkv
+    if base == "ssm_a":
+        rate = lambda a: np.log(-a.astype(np.float64)).astype(np.float32)  # noqa: E731
+        yield to, _Source(name, None, rate), TensorInfo("", "float32", shape)
+        return
+    if base == "attn_qkv" and "ssm_a" in names.layer:
+        heads, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        if len(shape) != 2 or shape[0] != 2 * heads * width + values or values % heads:
+            rule = f"must have {2 * heads * width + values} rows, by the ssm keys"
+            raise CheckpointError(f"{file.path}: {shown(name)} is {list(shape)}: {rule}")
+        other = _partner(file, name, name.replace("_qkv", "_gate"), (values, shape[1]))
+
+        def by_key_heads(qkv: np.ndarray, z: np.ndarray) -> np.ndarray:
+            ends = [heads * width, 2 * heads * width]
+            parts = [x.reshape(heads, -1, x.shape[1]) for x in (*np.split(qkv, ends), z)]
+            return np.concatenate(parts, axis=1).reshape(-1, qkv.shape[1])
+
+        info = TensorInfo("", dtype, (shape[0] + values, shape[1]))
+        yield f"{to}.{end}", _Source(name, None, by_key_heads, (other,)), info
         return
     if base == "attn_k_b":  # DeepSeek: the folder has the rows of both for each head
         if len(shape) != 3:
@@ -199,7 +221,7 @@ def _placed(
             return pairs.swapaxes(1, 2).reshape(rows.shape)
 
         change = untwisted
-    elif names.offset_norms and base.endswith("norm"):
+    elif names.offset_norms and base.endswith("norm") and base != "ssm_norm":
         change = lambda scale: scale - scale.dtype.type(1)  # noqa: E731
     elif base in names.transposed and end == "weight":
         change, shape = np.transpose, shape[::-1]
@@ -409,7 +431,7 @@ def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObjec
 
 _ARCHITECTURES = (
     "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "gpt2",
-    "gpt-oss", "lfm2", "deepseek2",
+    "gpt-oss", "lfm2", "deepseek2", "qwen3next",
 )  # fmt: skip
 """The supported values of `general.architecture`."""
 
@@ -571,6 +593,41 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
             outer = {"token_embd": "model.embed_tokens", "output": "lm_head"}
             outer["token_embd_norm"] = "model.embedding_norm"
             return config, _Names(_ATTENTION | modules, outer, depthwise=("shortconv.conv",))
+        case "qwen3next":
+            config = _common(keys, "qwen3_next")
+            values, inner = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
+            if inner % values:
+                keys.fail("ssm.inner_size", inner, f"must be a multiple of {values} heads")
+            config |= dict(
+                head_dim=keys.integer("attention.key_length"),
+                linear_conv_kernel_dim=keys.integer("ssm.conv_kernel"),
+                linear_key_head_dim=keys.integer("ssm.state_size"),
+                linear_num_key_heads=keys.integer("ssm.group_count"),
+                linear_num_value_heads=values,
+                linear_value_head_dim=inner // values,
+                full_attention_interval=keys.integer("full_attention_interval", 4),
+                num_experts=keys.integer("expert_count"),
+                num_experts_per_tok=keys.integer("expert_used_count"),
+                moe_intermediate_size=keys.integer("expert_feed_forward_length"),
+                shared_expert_intermediate_size=keys.integer("expert_shared_feed_forward_length"),
+                norm_topk_prob=True,
+            )
+            config.setdefault("partial_rotary_factor", 1.0)  # the family's default is 0.25
+            names = expert_names("mlp", "gate_proj", "up_proj", "down_proj")
+            names["post_attention_norm"] = names.pop("ffn_norm")
+            names["ffn_gate_inp_shexp"] = "mlp.shared_expert_gate"
+            for name in ("gate", "up", "down"):
+                names[f"ffn_{name}_shexp"] = f"mlp.shared_expert.{name}_proj"
+            modules = {
+                "ssm_in": "in_proj_qkvz", "attn_qkv": "in_proj_qkvz", "attn_gate": "in_proj_qkvz",
+                "ssm_ba": "in_proj_ba", "ssm_a": "A_log", "ssm_dt": "dt", "ssm_norm": "norm",
+                "ssm_conv1d": "conv1d", "ssm_out": "out_proj",
+            }  # fmt: skip
+            names |= {name: f"linear_attn.{module}" for name, module in modules.items()}
+            return config, _Names(
+                _ATTENTION | names | _QK_NORMS, offset_norms=True, plain=("ssm_dt",),
+                rows=("ffn_gate_inp_shexp",), depthwise=("ssm_conv1d",),
+            )  # fmt: skip
         case "deepseek2":
             has = keys.content.__contains__
             heads, rope = keys.integer("attention.head_count"), keys.integer("rope.dimension_count")
