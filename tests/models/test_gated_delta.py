@@ -60,7 +60,8 @@ from transformer_jax.config import (
 from transformer_jax.config.tasks import PrefixTask
 from transformer_jax.decoding.batch_rows import gather_rows, select_rows, write_rows
 from transformer_jax.decoding.continuous_batching import Batcher, Request, serve_requests
-from transformer_jax.decoding.proposers import PromptLookup
+from transformer_jax.decoding.proposers import Draft, PromptLookup
+from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.slots import init_slots
 from transformer_jax.interpret import circuits, logit_attribution, path_patching
 from transformer_jax.models.flops import active_params, forward_flops, training_flops
@@ -94,6 +95,7 @@ CONV = replace(
     short_conv=ShortConv(conv_width=5, conv_bias=True),
 )  # fmt: skip
 """Two layers are gated short convolutions, as in LFM2."""
+STATES = {"hybrid": CONFIG, "states only": ONLY, "kimi": CHANNELS, "conv": CONV}
 HOLES = np.arange(T * ROWS).reshape(ROWS, T) % 5 != 2
 HOLES = np.where(HOLES, np.cumsum(HOLES, axis=1) - 1, -1)
 
@@ -319,31 +321,36 @@ def test_cached_logits_equal_full_pass(config, chunk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", [LEFT, RIGHT], ids=["left", "right"])
+@pytest.mark.parametrize("slack", [0, 3])
+@pytest.mark.parametrize("positions", [LEFT, RIGHT, HOLES], ids=["left", "right", "holes"])
 @pytest.mark.parametrize("config", [CONFIG, CONV], ids=["hybrid", "conv"])
-def test_padded_chunks_leave_state_and_tail_unchanged(config, positions):
+def test_padded_chunks_leave_state_and_tail_unchanged(config, positions, slack):
     """Rows are read in chunks in which some rows contain only padding."""
     params = init_params(config, jax.random.key(7))
-    cache = init_cache(config, ROWS, T)
+    cache = init_cache(config, ROWS, T, slack=slack)
     for start in range(0, T, 4):
         part = slice(start, start + 4)
         _, cache = read(config, params, TOKENS[:, part], cache, jnp.asarray(positions[:, part]))
-    assert cache.length.tolist() == LENGTHS.tolist()
+    assert cache.length.tolist() == (positions.max(axis=1) + 1).tolist()
     for row in range(ROWS):
         real = TOKENS[row : row + 1, positions[row] >= 0]
-        _, alone = read(config, params, real, init_cache(config, 1, T))
+        _, alone = read(config, params, real, init_cache(config, 1, T, slack=slack))
         for got, want in zip(cache.layers[:2], alone.layers[:2], strict=True):
             for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 assert_near(x[row], y[0], ERROR)
 
 
-def test_cache_of_a_layer_with_a_state_does_not_grow(params):
+def test_cache_of_a_layer_with_a_state_does_not_grow():
     state, tail = N * H * HV * 4, (W - 1) * (2 * NK * H + N * HV) * 4
     keys = lambda slots: slots * (2 * 2 * 6 * 4 + 4)  # noqa: E731
     for slots in (11, 1009):
         want = 2 * (state + tail + 4) + keys(slots) + 4
         assert cache_bytes(CONFIG, 1, slots) == want
         assert cache_bytes(CONFIG, 5, slots) == 5 * want
+        for config, decays in ((CONFIG, N), (CHANNELS, N * H)):
+            pending = 2 * NK * H + N * HV + NK * H + N * HV + decays + N
+            found = cache_bytes(config, 1, slots, slack=7)
+            assert found == want + 2 * 4 * (7 * pending + 1)
     cache = init_cache(replace(CONFIG, dtype="bfloat16"), 2, 11, jnp.int8)
     assert isinstance(cache.layers[0], StateCache) and cache.capacity == 11
     assert (cache.layers[0].state.dtype, cache.layers[0].tail.dtype) == (jnp.float32, jnp.bfloat16)
@@ -353,16 +360,17 @@ def test_cache_of_a_layer_with_a_state_does_not_grow(params):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("slack", [0, 2])
 @pytest.mark.parametrize("config", [CONFIG, CONV], ids=["hybrid", "conv"])
-def test_rows_of_a_cache_are_forked_gathered_selected_and_reset(config):
+def test_rows_of_a_cache_are_forked_gathered_selected_and_reset(config, slack):
     params = init_params(config, jax.random.key(7))
-    _, cache = read(config, params, TOKENS, init_cache(config, ROWS, 2 * T))
+    _, cache = read(config, params, TOKENS, init_cache(config, ROWS, 2 * T, slack=slack))
     want = logits_of(config, params, np.concatenate([TOKENS, TOKENS[::-1, :4]], axis=1))[:, T:]
     rows = jnp.array([2, 0, 2, 1])
     copies = gather_rows(fork(cache, 2), 2 * rows + 1)
     new = jnp.asarray(TOKENS[::-1, :4])[rows]
     assert_near(read(config, params, new, copies)[0], want[rows], ERROR)
-    written = write_rows(cache, jnp.array([2]), init_cache(config, 1, 2 * T))
+    written = write_rows(cache, jnp.array([2]), init_cache(config, 1, 2 * T, slack=slack))
     reset = select_rows(jnp.array([False, True, True]), written, cache)
     logits, _ = read(config, params, jnp.asarray(TOKENS[::-1, :4]), reset)
     assert_near(logits[:2], want[:2], ERROR)
@@ -423,26 +431,118 @@ def test_served_requests_equal_separate_generation(config):
         assert answer.error is None and answer.tokens.tolist() == out.tokens[0].tolist()
 
 
-# What is refused
+# Dropped tokens
+
+SLACK = 5
+EMPTY = partial(init_cache, batch=ROWS, capacity=2 * T, slack=SLACK)
+
+
+@pytest.mark.slow_except("2-hybrid")
+@pytest.mark.parametrize("config", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("chunk", [1, 2, T])
+def test_rewound_cache_equals_cache_that_never_read_the_tokens(config, chunk):
+    """Each row drops another number of tokens, all at once or in two steps."""
+    params = init_params(config, jax.random.key(7))
+    kept = np.array([T, T - 2, T - SLACK])
+    after = np.random.default_rng(5).integers(0, VOCAB, (ROWS, 7))
+    text = np.zeros((ROWS, T + 7), np.int32)
+    for row, n in enumerate(kept):
+        text[row, : n + 7] = np.concatenate([TOKENS[row, :n], after[row]])
+    want = logits_of(config, params, text)
+
+    def finish(cache):
+        logits = []
+        for t in range(0, 7, chunk):
+            part, cache = read(config, params, after[:, t : t + chunk], cache)
+            logits.append(part)
+        return np.concatenate(logits, axis=1), cache
+
+    cache = EMPTY(config)
+    for t in range(0, T, chunk):
+        _, cache = read(config, params, TOKENS[:, t : t + chunk], cache)
+    assert cache.layers[0].pending.count.tolist() == [SLACK] * ROWS
+    whole = rewind_cache(cache, jnp.asarray(kept))
+    assert whole.length.tolist() == kept.tolist()
+    assert whole.layers[0].pending.count.tolist() == [SLACK, SLACK - 2, 0]
+    steps = rewind_cache(rewind_cache(cache, jnp.asarray(kept + 1)), jnp.asarray(kept))
+    jax.tree.map(np.testing.assert_array_equal, steps, whole)
+    logits, rewound = finish(whole)
+    short = jnp.asarray(np.where(np.arange(T) < kept[:, None], np.arange(T), -1))
+    _, never = finish(read(config, params, TOKENS, EMPTY(config), short)[1])
+    for row, n in enumerate(kept):
+        assert_near(logits[row], want[row, n : n + 7], ERROR)
+    for got, one in zip(rewound.layers[:2], never.layers[:2], strict=True):
+        jax.tree.map(lambda x, y: assert_near(x, y, 5 * ERROR), got, one)
 
 
 @pytest.mark.slow
-def test_tokens_cannot_be_removed_from_a_state(params):
+@pytest.mark.parametrize("config", STATES.values(), ids=STATES)
+def test_speculation_with_states_equals_plain_decoding(config):
+    """Model and draft have states; a draft that is the model is right, greedy or sampled."""
+    params, other = (init_params(config, jax.random.key(n)) for n in (7, 8))
+    near = jax.tree.map(lambda x, y: x + 0.05 * y, params, other)
+    step = make_step(build(config))
+    want = generate(step, params, TOKENS, EMPTY(config), num_tokens=17, lengths=LENGTHS)
+    run = partial(
+        speculate, step, params, TOKENS, num_tokens=17, num_draft=SLACK, lengths=LENGTHS
+    )  # fmt: skip
+    for proposer in (PromptLookup(2), Draft(step, near, EMPTY(config))):
+        got = run(EMPTY(config), proposer=proposer)
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+        assert_near(got.log_probs, want.log_probs, 2e-5)
+        assert (got.accepted > 0).all() and (got.accepted < got.proposed).any()
+        assert got.calls < 16
+    same = run(
+        EMPTY(config), proposer=Draft(step, params, EMPTY(config)), sampler=Sample(),
+        key=jax.random.key(3),
+    )  # fmt: skip
+    np.testing.assert_array_equal(same.accepted, same.proposed)
+    jax.tree.map(
+        lambda x, y: assert_near(x, y, 5 * ERROR),
+        same.state.layers[0],
+        same.proposer_state.layers[0],
+    )
+
+
+@pytest.mark.slow
+def test_tokens_that_a_state_includes_cannot_be_dropped(params):
+    _, cache = read(CONFIG, params, TOKENS, EMPTY(CONFIG))
+    rule = f"must be at least {T - 5}, because the state of the layer already includes"
+    lengths = jnp.array([T, T - 6, T - 5])
+    with pytest.raises(ValueError, match=rf"length\[1\] is {T - 6}: {rule}.*slack=5"):
+        rewind_cache(cache, lengths)
+    logits, _ = read(CONFIG, params, TOKENS[:, :1], jax.jit(rewind_cache)(cache, lengths))
+    assert np.isnan(logits[1]).all() and np.isfinite(logits[::2]).all()
+    with pytest.raises(ValueError, match=r"length is int32\[2\]: must be integers \[3\]"):
+        rewind_cache(init_cache(ONLY, 3, T, slack=1), lengths[:2])
     _, cache = read(CONFIG, params, TOKENS, init_cache(CONFIG, ROWS, 2 * T))
-    rule = "does not support a StateCache: tokens cannot be removed from the state of a layer"
-    with pytest.raises(ValueError, match=f"rewind_cache {rule}"):
+    with pytest.raises(
+        ValueError, match="rewind_cache of a StateCache with slack 0: a layer with a state"
+    ):
         rewind_cache(cache, jnp.array([3, 3, 3]))
+    rule = "does not support a StateCache: a layer with a state can drop only its last `slack` "
     with pytest.raises(ValueError, match=f"rebase_cache {rule}"):
         rebase_cache(init_cache(replace(CONFIG, window=5), 1, 5), replace(CONFIG, window=5))
     step = make_step(build(CONFIG))
-    with pytest.raises(ValueError, match=f"speculative decoding {rule}"):
-        speculate(
-            step, params, TOKENS[:, :5], cache, proposer=PromptLookup(), num_tokens=3, num_draft=2
-        )
+    call = partial(speculate, step, params, TOKENS[:, :5], num_tokens=3, num_draft=2)
+    rule = r"has slack [01]: must be at least 2, .* to rewind: init_cache\(.., slack=2\)"
+    with pytest.raises(ValueError, match=f"^cache of a layer with a state {rule}"):
+        call(cache, proposer=PromptLookup())
+    draft = Draft(step, params, init_cache(CONFIG, ROWS, T, slack=1))
+    with pytest.raises(ValueError, match=f"^the draft's cache of a layer with a state {rule}"):
+        call(EMPTY(CONFIG), proposer=draft)
+    windows = replace(CONFIG, window=(None, None, 4))
+    with pytest.raises(ValueError, match=r"cache capacity is 4: .* window \+ 2 = 6 slots"):
+        ring = init_cache(windows, ROWS, T, slack=2)
+        layers = (*ring.layers[:2], init_cache(windows, ROWS, T, slack=0).layers[2])
+        make_step(build(windows)).check_rewind(replace(ring, layers=layers), 2)
     empty = init_cache(CONFIG, 1, T)
     slots = init_slots(step, params, empty, 2, T)
-    with pytest.raises(ValueError, match=f"shares=True {rule}"):
+    with pytest.raises(ValueError, match="shares=True does not support a StateCache: a layer wit"):
         Batcher(slots, params, iter([]), empty, shares=True)
+
+
+# What is refused
 
 
 @pytest.mark.slow
@@ -557,10 +657,11 @@ def test_task_that_reads_a_source_in_both_directions_needs_attention():
     PrefixTask().check_model(replace(CONFIG, mixers=None, gated_delta=None))
 
 
-def test_no_tokens_have_no_logits_and_leave_the_cache_unchanged(params):
+@pytest.mark.parametrize("slack", [0, 3])
+def test_no_tokens_have_no_logits_and_leave_the_cache_unchanged(params, slack):
     apply = partial(build(CONFIG).apply, {"params": params}, jnp.zeros((2, 0), jnp.int32))
     assert apply()[0].shape == (2, 0, VOCAB)
-    cache = init_cache(CONFIG, 2, 8)
+    cache = init_cache(CONFIG, 2, 8, slack=slack)
     logits, after = apply(cache=fork(cache, 1))
     assert logits.shape == (2, 0, VOCAB)
     assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), cache, after))
@@ -625,10 +726,11 @@ def test_captures_are_the_values_that_edits_replace(config):
 
 
 @pytest.mark.slow
-def test_edit_does_not_depend_on_the_split_into_calls(params):
+@pytest.mark.parametrize("slack", [0, 3])
+def test_edit_does_not_depend_on_the_split_into_calls(params, slack):
     edited = build(CONFIG).edited({"block_*/gated_delta/value": lambda v: v.at[:, :, 1].set(0)})
     want, _ = edited.apply({"params": params}, TOKENS)
-    cache, got = init_cache(CONFIG, ROWS, T), []
+    cache, got = init_cache(CONFIG, ROWS, T, slack=slack), []
     for part in (TOKENS[:, :6], TOKENS[:, 6:]):
         logits, cache = edited.apply({"params": params}, part, cache=cache)
         got.append(logits)
@@ -764,7 +866,7 @@ def test_families_without_states_reject_a_pattern(tmp_path, params):
 def test_exported_call_with_a_cache_can_be_serialized(config):
     params = init_params(config, jax.random.key(7))
     pytest.importorskip("flatbuffers")
-    cache = init_cache(config, ROWS, T)
+    cache = init_cache(config, ROWS, T, slack=2)
     step = jax.jit(partial(build(replace(config, implementation="xla")).apply, {"params": params}))
     call = lambda tokens, cache: step(tokens, cache=cache)  # noqa: E731
     exported = export.deserialize(export.export(jax.jit(call))(TOKENS, cache).serialize())

@@ -283,10 +283,11 @@ def decoding(name: str, layout: str, context: bool) -> dict[str, Any]:
         one = fork(place(init_cache(config, 2, 32)), 2)
         yield generate(step, params, prompt, one, num_tokens=6, lengths=[5, 3, 1, 2]).tokens
         yield beam_search(step, params, prompt, state(), num_tokens=4, num_beams=2).tokens
-        if not config.has_state:
-            yield speculate(
-                step, params, prompt, state(), proposer=PromptLookup(), num_tokens=6, num_draft=2
-            ).tokens
+        slack = 2 if config.has_state else 0
+        room = place(init_cache(config, 4, 32, slack=slack))
+        yield speculate(
+            step, params, prompt, room, proposer=PromptLookup(), num_tokens=6, num_draft=2
+        ).tokens
         requests = [Request(row, 3) for row in prompt]
         slots = serve_requests(
             step, params, requests, init_cache(config, 1, 32), slots=2, capacity=32

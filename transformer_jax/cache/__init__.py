@@ -20,12 +20,13 @@ from transformer_jax.cache.kv_cache import (
 )
 from transformer_jax.cache.model_cache import ModelCache, cache_limit, rewind_cache, share_cache
 from transformer_jax.cache.paged_cache import PagedCache, gather_pages
-from transformer_jax.cache.state_cache import StateCache
+from transformer_jax.cache.state_cache import PendingTokens, StateCache
 
 __all__ = [
     "KVCache",
     "ModelCache",
     "PagedCache",
+    "PendingTokens",
     "StateCache",
     "cache_limit",
     "dequantize",

@@ -302,13 +302,18 @@ def rewind(
         ValueError: If `length` is not an integer array [B].
     """
     check_not_consumed(cache, "cache")
-    if length.shape != cache.length.shape or not jnp.issubdtype(length.dtype, jnp.integer):
-        shape = f"{length.dtype}{list(length.shape)}"
-        raise ValueError(f"length is {shape}: must be integers {list(cache.length.shape)}")
-    length = jnp.clip(length.astype(jnp.int32), 0, cache.length)
+    length = kept_length(cache.length, length)
     # only the positions change, because the content of an empty slot is never read
     kept = jnp.where(cache.positions < length[:, None], cache.positions, -1)
     return replace(cache, positions=kept, length=length)
+
+
+def kept_length(old: jax.Array, length: jax.Array) -> jax.Array:  # i32[B]
+    """Return the new length of each row, clipped to the range from 0 to its old length."""
+    if length.shape != old.shape or not jnp.issubdtype(length.dtype, jnp.integer):
+        shape = f"{length.dtype}{list(length.shape)}"
+        raise ValueError(f"length is {shape}: must be integers {list(old.shape)}")
+    return jnp.clip(length.astype(jnp.int32), 0, old)
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[..., H], f32[...]

@@ -14,7 +14,7 @@ from transformer_jax.cache import paged_cache as paged
 from transformer_jax.cache import state_cache
 from transformer_jax.cache.state_cache import StateCache
 from transformer_jax.checks import check_count, check_not_consumed
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import GatedDelta, ModelConfig
 from transformer_jax.tracing import concrete_value, eagerly
 from transformer_jax.values import value_class
 
@@ -80,7 +80,9 @@ def rewind_cache(
     """Drop all positions >= length[b] in every layer, but keep the source of an encoder-decoder.
 
     Rings need one extra slot for each dropped token. Create the cache with a larger `capacity` (for
-    a single window) or `slack` (for a window pattern).
+    a single window) or `slack` (for a window pattern). A layer with a state can drop its last
+    `slack` tokens, and the next call reads the others of these tokens again. In your own `jit`, the
+    logits of a row that drops more become NaN.
 
     Args:
         cache: a cache with B rows.
@@ -90,23 +92,22 @@ def rewind_cache(
         The cache that results if each row reads only its first `length[b]` tokens.
 
     Raises:
-        ValueError: If `length` is not an integer array [B], or if a layer has a state.
+        ValueError: If `length` is not an integer array [B], or if a row drops more tokens than the
+            state of a layer allows.
     """
     check_is_cache(cache)
-    refuse_state(cache, "rewind_cache")
     length = jnp.asarray(length)
     layers: Any = cache.layers
     if cache.is_scanned:
         # The leaves of a scanned cache have a layer axis after the row axis.
         rewind = jax.vmap(kv.rewind, in_axes=(1, None), out_axes=1)
         return replace(cache, layers=rewind(layers, length))
-    layers = tuple(  # all layers have the same class
-        paged.rewind(layer, length)
-        if isinstance(layer, paged.PagedCache)
-        else kv.rewind(layer, length)
-        for layer in layers
-    )
-    return replace(cache, layers=layers)
+    rewinds: Any = {
+        kv.KVCache: kv.rewind,
+        paged.PagedCache: paged.rewind,
+        StateCache: state_cache.rewind,
+    }
+    return replace(cache, layers=tuple(rewinds[type(x)](x, length) for x in layers))
 
 
 def share_cache(
@@ -160,7 +161,7 @@ def refuse_pages(state: object, what: str) -> None:
 def refuse_state(cache: object, what: str) -> None:
     """Raise ValueError if a layer of a cache has a state instead of keys and values."""
     if isinstance(cache, ModelCache) and cache.has_state:
-        rule = "tokens cannot be removed from the state of a layer"
+        rule = "a layer with a state can drop only its last `slack` tokens"
         raise ValueError(f"{what} does not support a StateCache: {rule}")
 
 
@@ -194,10 +195,13 @@ def empty_layers(
     """Create the empty self-attention caches of a stack, whose leaves do not share memory.
 
     In a window pattern, windowed layers are rings of min(capacity, window + sinks + slack) slots.
+    Layers with a state can drop their last `slack` tokens.
     """
     check_count("slack", slack, 0)
-    if slack and not isinstance(config.window, tuple):
-        rule = "needs a window pattern; the ring for a single window has `capacity` slots"
+    if slack and not isinstance(config.window, tuple) and not config.has_state:
+        rule = (
+            "needs a window pattern or a layer with a state; a single window has `capacity` slots"
+        )
         raise ValueError(f"slack is {slack}: {rule}")
 
     if dtype is not None and all(map(config.keeps_state, range(depth))):
@@ -206,17 +210,11 @@ def empty_layers(
     dtype = config.dtype if dtype is None else dtype
     layers: list[kv.KVCache | StateCache] = []
     for i in range(1 if config.scan_layers else depth):
-        if config.mixer(i) == "gated_delta":
-            assert config.gated_delta is not None
-            one = config.gated_delta
-            sizes = one.num_value_heads, one.key_dim, one.value_dim
-            tail = one.conv_width - 1, one.channels
-            layers.append(state_cache.init(batch, sizes, tail, config.dtype))
-            continue
-        if config.mixer(i) == "short_conv":
-            assert config.short_conv is not None
-            tail = config.short_conv.conv_width - 1, config.d_model
-            layers.append(state_cache.init(batch, None, tail, config.dtype))
+        if config.keeps_state(i):
+            sizes = config.gated_delta if config.mixer(i) == "gated_delta" else config.short_conv
+            assert sizes is not None
+            channels = sizes.channels if isinstance(sizes, GatedDelta) else config.d_model
+            layers.append(state_cache.init(batch, sizes, channels, config.dtype, slack))
             continue
         slots, is_ring = _slots(config, i, capacity, slack)
         sinks = config.sink_tokens if is_ring else 0

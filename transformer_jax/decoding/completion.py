@@ -192,10 +192,11 @@ class TextGenerator:
         """
         config = as_transformer(self.config)
         space: dict[str, Any] = dict(batch=1, capacity=config.max_len, dtype=self.cache_dtype)
-        # A ring overwrites its oldest keys, so rewinding rejected tokens requires extra slots.
+        # Rewinding rejected tokens requires slots for the keys that a ring would overwrite, and
+        # tokens that a state does not include yet.
         if isinstance(config.window, int):
             space["capacity"] += num_draft
-        elif config.window is not None:
+        if isinstance(config.window, tuple) or config.has_state:
             space["slack"] = num_draft
         out = speculate(
             self._step(), self.params, jnp.asarray(self._read(prompt)[None]),

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from transformer_jax.cache.kv_cache import KVCache, next_positions
+from transformer_jax.cache.kv_cache import next_positions
 from transformer_jax.cache.model_cache import (
     ModelCache,
     check_pages,
     max_positions,
-    refuse_state,
     rewind_cache,
 )
+from transformer_jax.cache.state_cache import StateCache
 from transformer_jax.checks import check_not_consumed
 from transformer_jax.config import Learned
 from transformer_jax.config.keywords import known_keywords
@@ -388,17 +388,24 @@ class ModelStep(AppliedStep[ModelCache]):
 
         Pages, and layers with a slot for every position, can always be rewound. A ring needs
         `count` slots in addition to its window and sinks, because rewound tokens have overwritten
-        keys. The state of a layer cannot be rewound.
+        keys. A layer with a state needs a cache with `slack` of at least `count`.
         """
-        refuse_state(state, "speculative decoding")
         if state.exhausted is not None:
             return  # pages store every position
         config, layers = self.model.config, cast(Any, state.layers)
         limit = max_positions(config, state)
         # Layers may differ: some layers with a window may be rings, but other layers store all
         # positions.
-        for i, window in enumerate(config.windows):
-            layer: KVCache = layers if state.is_scanned else layers[i]
+        for i, layer in enumerate((layers,) if state.is_scanned else layers):
+            if isinstance(layer, StateCache):
+                if layer.slack < count:
+                    rule = f"must be at least {count}, the number of tokens to rewind: init_cache"
+                    raise ValueError(
+                        f"cache of a layer with a state has slack {layer.slack}: {rule}(.., "
+                        f"slack={count})"
+                    )
+                continue
+            window = config.windows[i % len(config.windows)]
             capacity = layer.positions.shape[-1]
             slots = capacity - layer.sinks
             wraps = limit is None or capacity < limit

@@ -159,8 +159,8 @@ def init_cache(
         dtype: dtype of keys and values, either int8, with the error documented in
             `transformer_jax.cache`, or a floating-point dtype of at least 16 bits. None means the
             compute dtype.
-        slack: number of extra slots in the rings of a window pattern, which `rewind_cache`
-            requires; at least 0.
+        slack: number of tokens that `rewind_cache` can drop, at least 0. Each needs a slot in the
+            rings of a window pattern, and its inputs in a layer with a state.
         sharding: how the devices of a mesh split the rows, the slots and the key heads of the
             cache, such as `NamedSharding(mesh, P(None, "context"))`. If slots are split, windowed
             layers also have `capacity` slots. None means one device.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from transformer_jax.attention.linear import causal_conv, gated_delta_rule
 from transformer_jax.cache import state_cache
-from transformer_jax.cache.state_cache import StateCache
+from transformer_jax.cache.state_cache import PendingTokens, StateCache
 from transformer_jax.config import ModelConfig
 from transformer_jax.models.functional import F32
 from transformer_jax.models.layers import Linear, branch_std, parameter, refuse_surplus
@@ -89,10 +91,11 @@ class GatedDeltaNet(Module):
         tokens: Any = dict(segments=segments, valid=valid)
         projected = [f(x, dropout_key) for f in (self.query, self.key, self.value)]
         rows, length, _ = split(x)
+        inputs = by_compiler(_joined, projected, PartitionSpec(rows, length))
         mixed, tail = causal_conv(
-            by_compiler(_joined, projected, PartitionSpec(rows, length)),
+            inputs,
             jnp.concatenate([self.query_conv, self.key_conv, self.value_conv], axis=1),
-            initial_state=None if cache is None else cache.tail,
+            initial_state=None if cache is None else _last_inputs(cache),
             return_state=True,
             **tokens,
         )
@@ -108,7 +111,17 @@ class GatedDeltaNet(Module):
         mix: Any = partial(gated_delta_rule, return_state=True)
         # as in attention, only the values between the queries and the output are recomputed
         mix = jax.checkpoint(mix) if cfg.remat == "attention" else mix
-        heads, state = mix(**named, initial_state=None if cache is None else cache.state, **tokens)
+        if cache is None or cache.pending is None:
+            state = None if cache is None else cache.state
+            heads, state = mix(**named, initial_state=state, **tokens)
+            if cache is not None:
+                assert positions is not None
+                cache = state_cache.advance(cache, state, tail, positions)
+        else:
+            by_row: Any = jax.tree.map(split, cache)
+            results = split(named["value"]), split(cache.state), by_row
+            arrays = [cache, positions, inputs, named]
+            heads, state, cache = by_compiler(partial(_mix_pending, mix), arrays, results)
         visit("gated_delta/state", state)
         eps = cfg.norm_eps if sizes.norm_eps is None else sizes.norm_eps
         heads = norm(heads, self.head_scale.astype(F32), None, eps, centred=False)
@@ -118,10 +131,103 @@ class GatedDeltaNet(Module):
         heads = by_compiler(gate, [heads, self.gate(latent, dropout_key)], split(heads))
         heads = visit("gated_delta/heads", heads.astype(x.dtype))
         y = visit("gated_delta/output", self.out(heads, dropout_key))
-        if cache is None:
-            return y, None
-        assert positions is not None
-        return y, state_cache.advance(cache, state, tail, positions)
+        return y, cache
+
+
+def _last_inputs(cache: StateCache) -> jax.Array:  # [B, W - 1, C]
+    """Return the last inputs of the convolution, including those of pending tokens."""
+    if cache.pending is None:
+        return cache.tail
+
+    def last(tail: jax.Array, inputs: jax.Array, count: jax.Array) -> jax.Array:
+        at = count[:, None] + _up_to(tail.shape[1])
+        return _at(jnp.concatenate([tail, inputs], axis=1), at)
+
+    arrays = [cache.tail, cache.pending.inputs, cache.pending.count]
+    found: jax.Array = by_compiler(last, arrays, split(cache.tail))
+    return found
+
+
+def _in_sequence(
+    pending: PendingTokens,
+    valid: jax.Array,  # bool[B, T]
+) -> tuple[jax.Array, jax.Array]:  # bool[B, R + T], i32[B, R + T]
+    """Return which pending and new tokens exist, and an order without gaps between them."""
+    read = _up_to(pending.inputs.shape[1]) < pending.count[:, None]
+    read = jnp.concatenate([read, valid], axis=1)
+    return read, jnp.argsort(~read, axis=1, stable=True)
+
+
+def _advance(
+    cache: StateCache,
+    state: jax.Array | None,  # f32[B, N, H, Hv]
+    positions: jax.Array,  # i32[B, T]
+    inputs: jax.Array,  # [B, T, C]
+) -> StateCache:
+    """Return the cache after new tokens, whose last R tokens are pending, with their inputs only."""
+    pending, R, W = cache.pending, cache.slack, cache.tail.shape[1] + 1
+    assert pending is not None
+    read, order = _in_sequence(pending, positions >= 0)
+    inputs = _at(jnp.concatenate([pending.inputs, inputs.astype(pending.inputs.dtype)], 1), order)
+    total = read.sum(axis=1, keepdims=True, dtype=jnp.int32)
+    done = jnp.maximum(total - R, 0)
+    tail = jnp.concatenate([cache.tail, inputs], axis=1)
+    tail = _at(tail, done + _up_to(W - 1))
+    inputs = _at(inputs, done + _up_to(R))
+    pending = replace(pending, count=(total - done)[:, 0], inputs=inputs)
+    return state_cache.advance(cache, state, tail, positions, pending)
+
+
+def _mix_pending(
+    mix: Callable[..., tuple[jax.Array, jax.Array]],
+    cache: StateCache,
+    positions: jax.Array,  # i32[B, T]
+    inputs: jax.Array,  # [B, T, C]
+    named: dict[str, jax.Array],
+) -> tuple[jax.Array, jax.Array, StateCache]:
+    """Return the heads of new tokens, the state after them, and the new cache.
+
+    The pending and the new tokens of each row form one sequence, whose last R tokens are pending
+    afterwards. The first part of the sequence leads to the cache's new state. The second part is
+    computed from there, only for its outputs, and the next call reads it again.
+    """
+    pending, R, T = cache.pending, cache.slack, positions.shape[1]
+    assert pending is not None
+    valid = positions >= 0
+    read, order = _in_sequence(pending, valid)
+    # the outputs of tokens that were pending are known, so their queries are not stored
+    query = named["query"]
+    old: Any = {name: getattr(pending, name) for name in named if name != "query"}
+    old["query"] = jnp.zeros_like(query, shape=(len(query), R, *query.shape[2:]))
+    found = {
+        name: _at(jnp.concatenate([old[name], x.astype(old[name].dtype)], axis=1), order)
+        for name, x in named.items()
+    }
+    rank = jnp.cumsum(read, axis=1, dtype=jnp.int32)
+    total = rank[:, -1:]
+    done = jnp.maximum(total - R, 0)  # at most T
+    first = {name: x[:, :T] for name, x in found.items()}
+    heads, state = mix(**first, valid=_up_to(T) < done, initial_state=cache.state)
+    kept = done + _up_to(R)
+    last = {name: _at(x, kept) for name, x in found.items()}
+    others, final = mix(**last, valid=kept < total, initial_state=state)
+    rank = rank[:, R:] - 1
+    at = jnp.where(rank < done, rank, rank - done + T)
+    heads = _at(jnp.concatenate([heads, others], axis=1), at)
+    heads = jnp.where(valid[..., None, None], heads, 0)
+    del last["query"]
+    cache = _advance(cache, state, positions, inputs)
+    assert cache.pending is not None
+    return heads, final, replace(cache, pending=replace(cache.pending, **last))
+
+
+def _up_to(count: int) -> jax.Array:  # i32[1, count]
+    return jnp.arange(count, dtype=jnp.int32)[None]
+
+
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:  # [B, S, ..], i32[B, J] -> [B, J, ..]
+    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1)
 
 
 class GatedShortConv(Module):
@@ -167,13 +273,14 @@ class GatedShortConv(Module):
             for name in ("up", "input_gate", "output_gate")
         )
         assert self.config.short_conv is not None
+        inputs = gate * up
         mixed, tail = causal_conv(
-            gate * up,
+            inputs,
             self.conv,
             self.conv_bias if self.config.short_conv.conv_bias else None,
             segments=segments,
             valid=None if positions is None else positions >= 0,
-            initial_state=None if cache is None else cache.tail,
+            initial_state=None if cache is None else _last_inputs(cache),
             return_state=True,
         )
         hidden = visit("short_conv/hidden", output_gate * mixed)
@@ -181,7 +288,10 @@ class GatedShortConv(Module):
         if cache is None:
             return y, None
         assert positions is not None
-        return y, state_cache.advance(cache, None, tail, positions)
+        if cache.pending is None:
+            return y, state_cache.advance(cache, None, tail, positions)
+        arrays = [cache, None, positions, inputs]
+        return y, by_compiler(_advance, arrays, jax.tree.map(split, cache))
 
 
 def _conv_weight(module: Module, name: str, width: int, channels: int) -> jax.Array:  # [W, C]
