@@ -7,10 +7,13 @@ installed, cannot express a case, or does not fit into memory, it raises `Absent
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
+from benchmarks import timing
 from benchmarks.peers import Absent, imported, onnx_session, torch_and_device
 from benchmarks.specs import AttentionCase, Direction
 from transformer_jax import ALiBi, dot_product_attention, explain_attention
@@ -26,7 +30,8 @@ from transformer_jax.attention.api import Explanation
 OURS = "ours"
 WITHOUT = "ours without softcap and sinks"
 IN_JAX = ("jax.nn", "jax.nn cudnn", "flax", "tokamax", "jax-linear-attention", "jax pallas")
-PEERS = (*IN_JAX, "torch", "torch flash", "torch cudnn", "torch flex", "onnxruntime")
+FA3 = "FlashAttention-3"
+PEERS = (*IN_JAX, FA3, "torch", "torch flash", "torch cudnn", "torch flex", "onnxruntime")
 JLA_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 """(H, Hv) that jax-linear-attention 0.1.0 supports."""
 
@@ -75,6 +80,7 @@ def builders(
             calls[f"torch {name}"] = partial(_torch_call, case, direction, options, name)
         calls["tokamax"] = jax_call(_tokamax, case, runs="tokamax")
         calls["jax-linear-attention"] = jax_call(_jax_linear_attention, case, runs="mosaic")
+        calls[FA3] = jax_call(_flash_attention_3, case, runs="cuda")
         calls["jax pallas"] = jax_call(_jax_pallas, case, runs="pallas")
     else:
         calls["onnxruntime"] = partial(_onnxruntime_call, case, direction, options)
@@ -186,6 +192,37 @@ def _jax_linear_attention(case: AttentionCase) -> Attend:
         )
 
     return Partial(attend, ids)
+
+
+def _flash_attention_3(case: AttentionCase) -> Attend:
+    """Return FlashAttention-3, whose backward pass adds in any order, from dew-flash-attn-cu13."""
+    for folder in map(Path, sys.path):  # the library finds a CUDA runtime that is loaded
+        for path in folder.glob("nvidia/*/lib/libcudart.so.13"):
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    try:
+        from dew_flash_attn import flash_mha, flash_mha_varlen
+    except (ImportError, OSError) as error:
+        raise Absent(f"dew-flash-attn-cu13: {timing.brief(error)}") from error
+    if case.queries != case.keys or case.head_dim != case.value_dim or case.padded:
+        raise Absent("as many queries as keys, values as wide as keys, and no lengths")
+    if case.bias is not None or case.softcap is not None:
+        raise Absent("no bias and no softcap")
+    window = (-1, -1) if case.window is None else _window(case)["local_window_size"]
+    fixed = dict(is_causal=case.causal, window_size=window)
+    if case.documents is None:
+        attend = partial(flash_mha, **fixed)
+        return Partial(lambda _, *inputs: attend(*inputs[:3], **case.learned(*inputs[3:])), None)
+    ids = case.document_ids()
+    first = np.diff(ids, axis=1, prepend=-1).ravel() != 0  # of each document, in all rows
+    starts = np.append(np.flatnonzero(first), ids.size)
+    packed = partial(flash_mha_varlen, max_seqlen=int(np.diff(starts).max()), **fixed)
+
+    def attend_packed(starts, *inputs):
+        flat = (x.reshape(-1, *x.shape[2:]) for x in inputs[:3])
+        out = packed(*flat, starts, **case.learned(*inputs[3:]))
+        return out.reshape(inputs[0].shape)
+
+    return Partial(attend_packed, jnp.asarray(starts, jnp.int32))
 
 
 def _jax_pallas(case: AttentionCase) -> Attend:

@@ -34,7 +34,8 @@ from transformer_jax.cli.process import keep_freed_memory
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "numpy", "torch", "transformers", "tokamax",
-    "jax-linear-attention", "ctranslate2", "llama-cpp-python", "gguf", "onnxruntime",
+    "jax-linear-attention", "dew-flash-attn-cu13", "ctranslate2", "llama-cpp-python", "gguf",
+    "onnxruntime",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 import time
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pytest
 from jax.tree_util import Partial
 
 from benchmarks import attention, choosing, contenders, goals, specs, timing
+from benchmarks.peers import Absent
 from tests.support import oracle
 from tests.support.tolerances import GRADIENT_F32, assert_near
 from transformer_jax.kernels import cpu
@@ -183,6 +185,53 @@ def test_torch_attention_matches_float64(name, direction):
         for found, x in zip(results, expected[-len(results) :], strict=True):
             assert_near(found, x, GRADIENT_F32)
     assert len(results) == len(expected) - (direction == "backward")
+
+
+class FlashAttention:
+    """Functions with the arguments of dew-flash-attn-cu13, in float64.
+
+    A window (left, right) contains the query's own key. -1 does not bound a side.
+    """
+
+    @staticmethod
+    def flash_mha(query, key, value, *, is_causal, window_size, sinks=None, ids=None):
+        distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])
+        left, right = window_size
+        seen = (distance >= 0) | (not is_causal)
+        seen &= ((distance <= left) | (left < 0)) & ((-distance <= right) | (right < 0))
+        if ids is not None:
+            seen &= ids[:, None] == ids
+        arrays = (oracle.double(x) for x in (query, key, value))
+        return oracle.attention(*arrays, mask=seen[None, None], sinks=sinks).out
+
+    @classmethod
+    def flash_mha_varlen(cls, query, key, value, starts, *, max_seqlen, **settings):
+        lengths = np.diff(starts)
+        assert starts[0] == 0 and starts[-1] == len(query) and max_seqlen == lengths.max()
+        ids = np.repeat(np.arange(len(lengths)), lengths)
+        return cls.flash_mha(query[None], key[None], value[None], ids=ids, **settings)[0]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", ["edge-causal", "edge-window", "edge-band", "edge-documents"])
+def test_flash_attention_3_is_called_with_its_own_conventions(name, sinks, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dew_flash_attn", FlashAttention)
+    case = next(c for c in specs.ATTENTION if c.name == name)
+    case = replace(shrunk(replace(case, queries=case.keys)), sinks=sinks)
+    inputs = [oracle.double(x) for x in case.inputs()]
+    found = contenders._flash_attention_3(case)(*inputs)
+    learned = {"sinks": inputs[3]} if sinks else {}
+    expected = oracle.attention(*inputs[:3], mask=case.seen()[:, None], **learned).out
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("change", [dict(queries=7), dict(softcap=3.0), dict(padded=True)])
+def test_flash_attention_3_refuses_what_it_cannot_compute(change, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dew_flash_attn", FlashAttention)
+    case = replace(next(c for c in specs.ATTENTION if c.name == "edge-causal"), queries=131)
+    contenders._flash_attention_3(case)
+    with pytest.raises(Absent, match=r"no lengths|no softcap"):
+        contenders._flash_attention_3(replace(case, **change))
 
 
 def test_torch_backward_timing_excludes_forward_pass(monkeypatch):
