@@ -43,7 +43,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class GoalBar(Bar):
-    """Ratio in a file of JSON lines, with one line per check in `first_light`."""
+    """Ratio in a file of JSON lines, with one line per check."""
 
     case: str
     direction: str

@@ -1,7 +1,6 @@
-"""Checks in separate processes with a time limit, and records of how each process ended.
+"""Tasks in separate processes with a deadline, whose results are written as they come.
 
-A hang or a crash therefore affects only one check. Each step has its own time limit. Checks that do
-not fit into it are reported as not begun.
+A hang or a crash therefore affects only one task, and a run that is stopped keeps its results.
 """
 
 from __future__ import annotations
@@ -12,141 +11,151 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "RESULT "  # prefix of a line of JSON in the output of a check
-TAIL = 4000  # number of characters of output in a record
+MARK = "RESULT "  # prefix of a line of JSON in the output of a task
 GRACE = 3.0  # seconds for a process to report where it hangs
+LOG_BYTES = 12 * 2**20  # less than the largest file that a remote machine may return
 
-Outcome = Literal["passed", "failed", "crashed", "hung", "cut short", "not begun", "absent"]
+Outcome = Literal["passed", "absent", "not begun", "cut off", "failed", "crashed"]
 OUTCOMES = get_args(Outcome)
+"""From the best to the worst."""
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Ended:
-    """Description of how a process ended."""
-
-    code: int
-    output: str
-    seconds: float
-    timed_out: bool = False
-
-    @property
-    def found(self) -> list[Any]:
-        """Return the reports of the process, in order."""
-        lines = [line for line in self.output.splitlines() if line.startswith(MARK)]
-        reports = []
-        for line in lines:
-            with contextlib.suppress(ValueError):  # a line may be incomplete
-                reports.append(json.loads(line.removeprefix(MARK)))
-        return reports
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Verdict on a process that ended within its limit."""
-
-    outcome: Outcome
-    reason: str | None = None
-
-
-def by_status(ended: Ended) -> Verdict:
-    """Judge a process by its exit status and the report of `main_of`."""
-    said = [report for report in ended.found if isinstance(report, dict) and "outcome" in report]
-    if said:
-        return Verdict(said[-1]["outcome"], said[-1]["reason"])
-    if ended.code == 0:
-        return Verdict("passed")
-    if ended.code < 0:
-        return Verdict("crashed", f"ended by {signal.Signals(-ended.code).name}")
-    return Verdict("failed", f"exit status {ended.code}: {last_line(ended.output)}")
-
-
-def last_line(text: str) -> str:
-    """Return the last nonempty line, truncated."""
-    return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-@dataclass(frozen=True)
-class Check:
-    """Check that consists of a command, its time limit, and its judge."""
+class Task:
+    """Command whose output contains results, with further environment variables."""
 
     name: str
     command: tuple[str, ...]
-    seconds: float
-    judge: Callable[[Ended], Verdict] = by_status
-    absent: str | None = None
-    """Reason why the check cannot start, for example because a tool is not installed."""
-    collect: Callable[[Ended], list[Any]] = lambda ended: ended.found
-    """Return the results that a check wrote, even if it was stopped early."""
-
-
-def python(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs a module of the benchmarks in a separate process."""
-    return sys.executable, "-m", f"benchmarks.{module}", *arguments
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def report(found: Any) -> None:
-    """Print the result of a check, for the parent process."""
-    print(MARK + json.dumps(found), flush=True)
+    """Print a result of a task, for the parent process."""
+    print(f"\n{MARK}{json.dumps(found)}", flush=True)
 
 
-def main_of(check: Callable[[], Any]) -> None:
-    """Run a check in its own process and report how it ended."""
-    try:
-        check()
-    except AssertionError as error:
-        report({"outcome": "failed", "reason": brief(error)})
-        raise
-    except Unavailable as reason:
-        report({"outcome": "absent", "reason": str(reason)})
-    except Exception as error:
-        report({"outcome": "crashed", "reason": brief(error)})
-        raise
+@dataclass
+class Run:
+    """Files of a run: results as JSON lines, and the output of all processes."""
 
+    folder: Path
+    rehearsed: bool
+    records: list[Record] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    written: int = 0
 
-class Unavailable(Exception):
-    """Reason why a check cannot run here."""
+    @property
+    def prefix(self) -> str:
+        return "rehearsed_" if self.rehearsed else ""
 
+    def add(self, record: Record) -> None:
+        """Write a record to `results.jsonl`."""
+        record |= {"rehearsed": True} if self.rehearsed else {}
+        with self.lock:
+            self.records.append(record)
+            with (self.folder / f"{self.prefix}results.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
 
-def brief(error: BaseException) -> str:
-    """Return a description of an error on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    def say(self, text: str) -> None:
+        """Print a line and write it to `log.txt`."""
+        line = f"{'(rehearsed) ' if self.rehearsed else ''}{text.rstrip()}\n"
+        with self.lock:
+            self.written += len(line)
+            if self.written < LOG_BYTES:
+                with (self.folder / f"{self.prefix}log.txt").open("a") as file:
+                    file.write(line)
+            if MARK not in line:
+                sys.stdout.write(line)
+                sys.stdout.flush()
 
+    def step(self, name: str, waves: list[list[Task]], deadline: float, budget: float) -> None:
+        """Run the tasks of a wave at the same time, and wave after wave until `deadline`.
 
-def run(command: tuple[str, ...], seconds: float) -> Ended:
-    """Run a command for at most `seconds` seconds, then end it and its child processes."""
-    settings = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict(os.environ) | settings
-    start = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        The deadline is on the clock of `time.monotonic`. A task that still runs then is cut off.
+        """
+        begun, outcomes = time.monotonic(), []
+        for tasks in filter(None, waves):
+            with ThreadPoolExecutor(len(tasks)) as pool:
+                outcomes += pool.map(lambda task: self._task(name, task, deadline), tasks)
+        worst = max(outcomes, key=OUTCOMES.index, default="passed")
+        seconds = round(time.monotonic() - begun, 1)
+        self.add({"step": name, "outcome": worst, "seconds": seconds, "budget_s": budget})
+        self.say(f"{name}: {worst}, {seconds:.0f} s of {budget:.0f}")
+
+    def _task(self, step: str, task: Task, deadline: float) -> Outcome:
+        seconds = deadline - time.monotonic() - GRACE
+        outcome: Outcome
+        if seconds < 1:
+            outcome, reason, taken = "not begun", "no time is left", 0.0
+        else:
+            outcome, reason, taken = self._process(step, task, seconds)
+        record = {"step": step, "task": task.name, "outcome": outcome, "reason": reason}
+        self.add(record | {"seconds": round(taken, 1)})
+        self.say(f"{step}: {task.name}: {outcome}, {taken:.0f} s{reason and f': {reason}'}")
+        return outcome
+
+    def _process(self, step: str, task: Task, seconds: float) -> tuple[Outcome, str, float]:
+        settings = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+        settings |= {"JAX_PLATFORMS": "cpu" if self.rehearsed else "cuda"}
+        settings |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if self.rehearsed else {}
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, **settings}
+        begun, last, absent = time.monotonic(), "", ""
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True
-        )
-        timed_out = False
+            task.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+            errors="replace", env=environment | {**task.environment}, start_new_session=True,
+        )  # fmt: skip
+
+        def read() -> None:
+            nonlocal last, absent
+            assert process.stdout is not None
+            with process.stdout as lines:
+                for line in lines:
+                    if line.isspace():
+                        continue
+                    self.say(f"{task.name} | {line}")
+                    if not line.startswith(MARK):
+                        last = " ".join(line.split())
+                        continue
+                    with contextlib.suppress(ValueError):  # a line may be incomplete
+                        found = json.loads(line.removeprefix(MARK))
+                        absent = found.get("absent", "") or absent
+                        self.add({"step": step, "task": task.name, "found": found})
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        cut = False
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            timed_out = True
+            cut = True
             _signal(process, signal.SIGABRT)  # Python then prints a stack trace
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
+                process.wait(GRACE / 2)
         finally:
             _signal(process, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):  # in case the driver blocks it
-                process.wait(GRACE)
-        taken = time.monotonic() - start
-        log.seek(0)
-        code = process.returncode
-        return Ended(-9 if code is None else code, log.read(), taken, timed_out)
+                process.wait(GRACE / 2)
+            reader.join(GRACE / 2)
+        taken, code = time.monotonic() - begun, process.returncode
+        if cut:
+            return "cut off", f"still ran after {seconds:.0f} s", taken
+        if absent:
+            return "absent", absent, taken
+        if code == 0:
+            return "passed", "", taken
+        if code is None or code < 0:
+            return "crashed", f"ended by {signal.Signals(-(code or -9)).name}", taken
+        return "failed", f"exit status {code}: {last[:200]}", taken
 
 
 def _signal(process: subprocess.Popen, which: signal.Signals) -> None:
@@ -154,77 +163,8 @@ def _signal(process: subprocess.Popen, which: signal.Signals) -> None:
         os.killpg(process.pid, which)
 
 
-@dataclass
-class Step:
-    """Time limit and file of a step. Each record is written immediately."""
-
-    name: str
-    minutes: float
-    path: Path
-    rehearsed: bool = False
-    records: list[Record] = field(default_factory=list)
-    begun: float = field(default_factory=time.monotonic)
-
-    def left(self) -> float:
-        """Return the remaining time in seconds."""
-        return 60 * self.minutes - (time.monotonic() - self.begun)
-
-    def open(self, machine: Mapping[str, Any]) -> None:
-        """Begin the file with a description of the machine."""
-        head = {"step": self.name, "rehearsed": self.rehearsed, "machine": dict(machine)}
-        self.path.write_text(json.dumps(head) + "\n")
-
-    def run(self, *checks: Check, jobs: int = 1) -> list[Record]:
-        """Run checks, `jobs` at a time, and return their records in order."""
-        with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(self._one, checks))
-
-    def _one(self, check: Check) -> Record:
-        limit = min(check.seconds, self.left())
-        if check.absent is not None:
-            return self._write(check, limit, Verdict("absent", check.absent))
-        if limit < 1:
-            return self._write(check, limit, Verdict("not begun", "the minutes are over"))
-        say(f"{self.name}: {check.name} ...")
-        ended = run(check.command, limit)
-        if not ended.timed_out:
-            verdict = check.judge(ended)
-        elif limit < check.seconds:
-            verdict = Verdict("cut short", f"the step's minutes were over after {limit:.0f} s")
-        else:
-            verdict = Verdict("hung", f"still ran after {limit:.0f} s")
-        return self._write(check, limit, verdict, ended)
-
-    def _write(
-        self, check: Check, limit: float, verdict: Verdict, ended: Ended | None = None
-    ) -> Record:
-        record = {
-            "check": check.name,
-            "outcome": verdict.outcome,
-            "reason": verdict.reason,
-            "rehearsed": self.rehearsed,
-            "seconds": None if ended is None else round(ended.seconds, 2),
-            "limit_s": round(limit, 1),
-            "found": [] if ended is None else check.collect(ended),
-        }
-        if ended is not None and verdict.outcome != "passed":
-            record["output"] = ended.output[-TAIL:]
-        self.records.append(record)
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        say(line(self.name, record))
-        return record
-
-
-def say(text: str) -> None:
-    """Print a line atomically, because several checks may end at the same time."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def line(step: str, record: Mapping[str, Any]) -> str:
-    """Format a record as one line."""
-    seconds = "" if record["seconds"] is None else f", {record['seconds']:.0f} s"
-    reason = "" if record["reason"] is None else f": {record['reason']}"
-    mark = "(rehearsed) " if record["rehearsed"] else ""
-    return f"{mark}{step}: {record['check']}: {record['outcome']}{seconds}{reason}"
+def read(path: Path) -> Iterator[Record]:
+    """Yield the records in `path`, whose last line may be incomplete."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)

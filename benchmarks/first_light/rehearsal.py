@@ -9,38 +9,18 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
-from benchmarks.first_light.checks import Unavailable
 from benchmarks.specs import AttentionCase
-from transformer_jax.kernels import Name, Target, target, using
+from transformer_jax.kernels import Target, using
 
-FLAG = "--rehearse"
 SAID = "REHEARSED on a CPU, over a few tokens: no figure here is a measurement of a kernel"
 STANDS_IN = {"pallas": "pallas", "pallas_unordered": "blockwise"}
 
 
-def flags(rehearsed: bool) -> tuple[str, ...]:
-    """Return the flags for a process that rehearses."""
-    return (FLAG,) if rehearsed else ()
-
-
-def kernels(rehearsed: bool, name: Name | None = None) -> contextlib.AbstractContextManager[None]:
-    """Return a context with the kernels for this device, or with the kernels called `name`.
-
-    Raise `Unavailable` if the device does not support the named kernels.
-    """
-    if rehearsed:
-        return using(Target("tpu", interpret=True, chip="rehearsed"))
-    if name is None:
+def kernels(rehearsed: bool) -> contextlib.AbstractContextManager[None]:
+    """Return a context with the kernels for this device or, in a rehearsal, the TPU interpreter."""
+    if not rehearsed:
         return contextlib.nullcontext()
-    attached = target()
-    if isinstance(attached, str):
-        raise Unavailable(attached)
-    return using(replace(attached, name=name))
-
-
-def implementation(name: str, rehearsed: bool) -> str:
-    """Return the name of the implementation to request."""
-    return STANDS_IN[name] if rehearsed else name
+    return using(Target("tpu", interpret=True, chip="rehearsed"))
 
 
 def shrunk(case: AttentionCase) -> AttentionCase:
