@@ -106,9 +106,9 @@ def alone(name: str, **environment: str) -> Callable[[bool], list[Wave]]:
 # A kernel within a command buffer (CUDA graph) has no time of its own.
 EAGER = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
 STEPS = {
-    "machine": Step(20, "versions; rates of a product, a read and a copy", alone("machine")),
+    "machine": Step(25, "versions; rates of a product, a read and a copy", alone("machine")),
     "attached": Step(120, "each test of `tests/kernels/test_attached.py`, at most 20 s", tests),
-    "goals": Step(170, "attention and its peers: S 1k to 8k, windows, documents, goals", cells),
+    "goals": Step(165, "attention and its peers: S 1k to 8k, windows, documents, goals", cells),
     "profile": Step(90, "kernels of a step of two micro-batches, GPT-2 124M",
                     alone("profile", **EAGER)),
     "decoding": Step(40, "GPT-2 124M and Llama 1.3B, batch 1: share of the memory rate", models),
@@ -116,6 +116,7 @@ STEPS = {
     "products": Step(20, "products in tiles of rows: cost, and equal bits", alone("products")),
     "linear": Step(20, "linear attention in chunks, in plain XLA", alone("linear")),
 }  # fmt: skip
+REHEARSED_TIMES = 3  # a rehearsal must also end on a CPU that other processes use
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.say(table(names))
     deadline = time.monotonic()
     for name in names:
-        deadline += STEPS[name].seconds
+        deadline += STEPS[name].seconds * (REHEARSED_TIMES if run.rehearsed else 1)
         waves = STEPS[name].waves(run.rehearsed)
         if name != "machine":
             waves = [[x for x in wave if (name, x.name) not in done] for wave in waves]
@@ -154,8 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:  # a page that is wrong must not end the run
             page = f"no summary: {error!r}\n"
         (run.folder / f"{run.prefix}summary.txt").write_text(page)
-        if name == "machine" and summary.outcomes(run.records)[name] != "passed":
-            break
+        if name == "machine" and summary.outcomes(run.records)[name] in ("failed", "crashed"):
+            break  # there is no accelerator
     print("\n" + page, end="")
     return int(not {*summary.outcomes(run.records).values()} <= {"passed", "absent"})
 
