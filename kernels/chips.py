@@ -24,7 +24,8 @@ MEASURED: dict[tuple[str, str, Kind, int, int, int], Blocks] = {
 kernel, H, Hv, bytes per element). They were measured with a causal mask, 16 heads and S = 8192
 (benchmarks/results/h100/tiles.txt; for H = 256, only the fastest sizes were recorded). For H = 64,
 forward tiles of 192 queries were 1.05 times as fast, but together with backward tiles of 128
-queries they would pad the queries to multiples of 384."""
+queries they would pad the queries to multiples of 384. Since then, the three warpgroups of such a
+tile take turns as two do, which has not been measured: `Blocks(192, 128, 2)`."""
 
 FASTEST: dict[tuple[str, str], int] = {("hopper", _H100): 512}
 """Smallest number of queries for which a training step was timed, keyed by the (backend, chip)

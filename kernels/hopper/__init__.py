@@ -3,8 +3,8 @@
 Every kernel is persistent and warp-specialized. One warpgroup, the producer, copies tiles into
 slots of shared memory (with TMA and barriers). The other `Blocks.q / 64` or `Blocks.k / 64`
 warpgroups are consumers. Each consumer computes products (wgmma) for 64 rows of the scores. In the
-forward pass, two consumers alternate in the use of the tensor cores, so that the softmax of one
-overlaps with the products of the other (FlashAttention-3, Shah et al. 2024, section 3.1). If
+forward pass, consumers take turns in the use of the tensor cores, so that the softmax of one
+overlaps with the products of the others (FlashAttention-3, Shah et al. 2024, section 3.1). If
 `Blocks.slack` is positive, a warp rescales its sums only if a maximum has increased by more than
 the slack (FlashAttention-4, Zadouri et al. 2026). Scores are in base 2. The backward pass has a dq
 kernel and a dk/dv kernel, so that no sum depends on the order in which programs finish.

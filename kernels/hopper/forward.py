@@ -100,7 +100,7 @@ def forward(
             k_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             v_full=plgpu.Barrier(num_barriers=stages),
             v_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-            turn=plgpu.Barrier(num_barriers=2),
+            turn=plgpu.Barrier(num_barriers=consumers),
             **vectors.slots(stages, blocks.k),
             **out_slot,
         ),
@@ -138,12 +138,12 @@ def _forward(
             problem, blocks, lists, operands, vectors, walk, turn, out_tile,
             (out, row_max_out, log_sum_out), w,
         )  # fmt: skip
-        # the turns of the first consumer begin and end with an arrival of the second
-        if consumers == 2:
-            pl.when(w == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+        # the turns of the first consumer begin and end with an arrival of the last
+        if consumers > 1:
+            pl.when(w == consumers - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
         items = query_items(operands, blocks).number
         each_item(items, consumer.attend, jnp.int32(0))
-        if consumers == 2:
+        if consumers > 1:
             pl.when(w == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
 
     produce = functools.partial(walk.produce, blocks, lists, operands, vectors)
@@ -235,9 +235,9 @@ class _Consumer:
         softmax = functools.partial(self.softmax, row_max, total, position, slot, partial)
 
         plgpu.barrier_wait(walk.k_full.at[slot])
-        # two consumers alternate in the use of the tensor cores, so that the softmax of one
-        # overlaps with the products of the other (FlashAttention-3, section 3.1)
-        if self.blocks.q == 2 * ROWS:
+        # consumers take turns in the use of the tensor cores, so that the softmax of one overlaps
+        # with the products of the others (FlashAttention-3, section 3.1; not measured for three)
+        if self.blocks.q > ROWS:
             plgpu.barrier_wait(self.turn.at[w])
         q, k = walk.q_tile.at[opaque(w)], walk.k_tile.at[slot].transpose((1, 0))
         # there are no earlier values to add at the first tile
@@ -254,9 +254,10 @@ class _Consumer:
         return _Sums(acc, row_max, total, p.astype(walk.v_tile.dtype), step + 1)
 
     def hand_over(self) -> None:
-        """Let the other consumer use the tensor cores."""
-        if self.blocks.q == 2 * ROWS:
-            plgpu.barrier_arrive(self.turn.at[1 - self.w])
+        """Let the next consumer use the tensor cores."""
+        if self.blocks.q > ROWS:
+            following = jnp.where(self.w == self.blocks.q // ROWS - 1, 0, self.w + 1)
+            plgpu.barrier_arrive(self.turn.at[following])
 
     def softmax(
         self, row_max: jax.Array, total: jax.Array, position: TilePosition, slot: jax.Array,
