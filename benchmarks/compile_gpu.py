@@ -33,7 +33,7 @@ from jax.experimental import topologies
 
 from benchmarks import decode_step
 from transformer_jax.kernels import Target, ampere, hopper, using
-from transformer_jax.kernels.contract import Blocks, Operands, Problem, Saved, TileLists
+from transformer_jax.kernels.contract import Blocks, Operands, Problem, Residuals, TileLists
 from transformer_jax.kernels.program import Program, combined, program_of
 from transformer_jax.training.planning.hardware import H200
 
@@ -192,7 +192,7 @@ def structs(
     if kind in ("forward", "decode"):
         return operands, lists
     vector = struct((B, N, T), jnp.float32)
-    return operands, lists, Saved(struct((B, T, N, Hv), jnp.bfloat16), vector, vector, vector)
+    return operands, lists, Residuals(struct((B, T, N, Hv), jnp.bfloat16), vector, vector, vector)
 
 
 # Many kernels

@@ -1,6 +1,8 @@
 """Benchmarks: shapes, fair timing, and result files."""
 
+import importlib
 import json
+import pkgutil
 import time
 from dataclasses import replace
 
@@ -8,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import benchmarks
 from benchmarks import (
     decode,
     gpt2_peers,
@@ -23,6 +26,15 @@ from transformer_jax.kernels import cpu
 from transformer_jax.kernels.contract import Blocks
 from transformer_jax.models.factory import init_params, num_params
 from transformer_jax.models.quantized import quantize
+
+
+@pytest.mark.slow
+def test_every_benchmark_can_be_imported():
+    """Some scripts run only on a GPU, or with packages that tests do not install."""
+    found = [module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
+    assert "benchmarks.compile_gpu" in found
+    for name in found:
+        importlib.import_module(name)
 
 
 def test_training_uses_six_flops_per_weight_per_token():
