@@ -49,6 +49,17 @@ def logits(config, params, tokens=TOKENS, **given):
     return jax.jit(build(config).apply)({"params": params}, tokens, **given)[0]
 
 
+def test_product_adds_scaled_low_rank_part(rng):
+    x, a, b = (rng.normal(size=shape) for shape in ((2, 3, 6), (6, 2), (2, 5)))
+    kernel, part = rng.normal(size=(6, 5)), {"a": a, "b": b}
+    trees = {"query": {"kernel": kernel}}, {"query": part}
+    trees = ({"block_0": jax.tree.map(jnp.float32, tree)} for tree in trees)
+    lora = LoraConfig(rank=2, alpha=5.0, targets=("query",))
+    module = with_adapters(*trees, lora)["block_0"]["query"]["kernel"]
+    found = jax.jit(lambda x: product(x, module, None, 1, None, "query"))(jnp.float32(x))
+    assert_near(found, x @ kernel + 5.0 / 2 * (x @ a @ b), 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.long_except("encoder-decoder-False")
 @pytest.mark.parametrize("scan", [False, True])

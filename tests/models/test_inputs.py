@@ -159,6 +159,14 @@ def test_frame_position_count_matches_unpadded_output(inputs):
             assert inputs.num_tokens(frames) == count
 
 
+def test_strided_windows_are_centered_and_padded_with_zeros(rng):
+    for length, kernel, stride in ((7, 3, 2), (11, 5, 3), (5, 1, 1)):
+        x, reach = rng.standard_normal((2, length, 3)).astype(np.float32), kernel // 2
+        padded = np.pad(x, ((0, 0), (reach, reach), (0, 0)))
+        wanted = np.stack([padded[:, at : at + kernel] for at in range(0, length, stride)], 1)
+        assert_same_bits(strided_windows(jnp.asarray(x), kernel, stride), wanted)
+
+
 @pytest.mark.slow
 def test_padded_and_unpadded_frames_produce_same_output(rng):
     """Compare states and gradients of a row without padding and with up to 4 padding frames.

@@ -34,6 +34,7 @@ OF_SEVERAL = {
     "mean": lambda x: x - x.mean(1, keepdims=True),
     "first token": lambda x: x.at[:, 0].set(0),
     "last token": lambda x: x.at[:, -1].set(0),
+    "relative to the first token": lambda x: x - x[:, :1],
     "token 5 of a head": lambda x: x.at[:, 5, 2].set(0),
     "largest of tokens": lambda x: jnp.where(
         x >= jax.lax.top_k(x.swapaxes(1, -1), 1)[0].swapaxes(1, -1), x, 0
