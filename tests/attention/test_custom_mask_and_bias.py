@@ -36,8 +36,9 @@ from transformer_jax.attention.api import (
     dot_product_attention,
     explain_attention,
 )
-from transformer_jax.attention.arguments import AttentionCall, Implementation
+from transformer_jax.attention.arguments import AttentionCall, Implementation, check_call
 from transformer_jax.attention.blockwise import tiles
+from transformer_jax.attention.blockwise.core import _of_leaves
 from transformer_jax.attention.blockwise.tiles import Sizes, visited_tiles
 from transformer_jax.attention.fused import mask_operands
 from transformer_jax.attention.mask_vectors import MaskVectors
@@ -237,6 +238,24 @@ def test_slicing_custom_mask_slices_its_materialized_array():
     assert rows.shape == (2, 8, T, S) and (np.asarray(rows) == wanted).all()
     table, _ = OWN["a table"]
     assert table.part((1, 2), (3, 8), (1, 2)) is table
+
+
+def test_device_sees_its_rows_and_heads_of_the_mask():
+    arrays = draw(2, batch=3, queries=5, keys=7, heads=4, kv_heads=4)
+    dense = np.random.default_rng(1).random((3, 4, 5, 7)) < 0.5
+    call = check_call(arrays["query"], arrays["key"], arrays["value"], mask=Dense(dense))
+    seen: list[np.ndarray] = []
+
+    def attend(call):
+        seen.append(np.asarray(call.mask.materialize(np.arange(5), np.arange(7))))
+        return ()
+
+    run = _of_leaves(attend, call)
+    rows, heads = slice(1, 3), slice(2, 3)
+    part = {name: getattr(call, name)[rows, :, heads] for name in ("query", "key", "value")}
+    run((0, 0), *jax.tree.leaves(call))
+    run((1, 2), *jax.tree.leaves(replace(call, **part)))
+    assert (seen[0] == dense).all() and (seen[1] == dense[rows, heads]).all()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 pytest.register_assert_rewrite("tolerances")
 
@@ -308,6 +309,22 @@ def test_gradients_match_finite_differences(form, chunk_size):
             size = np.abs(np.asarray(gradient) * direction).sum()
             assert size > 0.1
             assert abs(found - expected) <= 1e-8 * size, f"argument {i}"
+
+
+@pytest.mark.parametrize("one", ["key", "value"])
+def test_results_are_split_like_the_array_with_more_heads(one):
+    """A single key or value head is not split over the mesh."""
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Explicit,))
+
+    def array(name, width):
+        heads, axis = (1, None) if name == one else (N, "model")
+        place = NamedSharding(mesh, PartitionSpec(None, None, axis))
+        return jax.ShapeDtypeStruct((B, 4, heads, width), jnp.float32, sharding=place)
+
+    arrays = array("query", H), array("key", H), array("value", HV)
+    out, state = jax.eval_shape(partial(linear_attention, return_state=True), *arrays)
+    assert out.sharding.spec == PartitionSpec(None, None, "model", None)
+    assert state.sharding.spec == PartitionSpec(None, "model", None, None)
 
 
 def test_vmap_matches_loop():

@@ -18,9 +18,24 @@ from transformer_jax.attention.api import (
     dot_product_attention_weights,
     explain_attention,
 )
+from transformer_jax.attention.arguments import check_call
+from transformer_jax.attention.blockwise.core import _axis_names
 from transformer_jax.attention.score_mod import ScoreProgram
 
 pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
+
+
+def test_every_array_of_a_call_has_axis_names():
+    """They tell a mesh how to split the arrays, including those that `score_mod` captures."""
+    arrays, table = arrays_of_case("everything"), jnp.arange(7)
+    names = "query", "key", "value", "sinks"
+    call = check_call(
+        *(arrays[name] for name in names[:3]), sinks=arrays["sinks"], bias=ALiBi(arrays["slopes"]),
+        mask=Causal() & Segments(jnp.asarray(IDS)), q_positions=jnp.asarray(Q_AT),
+        score_mod=lambda s, b, h, q, k: s * arrays["weights"][q % 5] + table[k % 7],
+    )  # fmt: skip
+    assert [len(names) for names in _axis_names(call)] == [x.ndim for x in jax.tree.leaves(call)]
+
 
 EVERYWHERE = "xla", "blockwise"
 B, T, S, N, K = 2, 45, 130, 4, 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,8 @@ from tests.support.devices import on_devices
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax import Causal, dot_product_attention, explain_attention, init_cache
 from transformer_jax.attention import zigzag_positions
-from transformer_jax.attention.ring import SplitLengths
+from transformer_jax.attention.arguments import check_call
+from transformer_jax.attention.ring import SplitLengths, _merged, split_lengths
 from transformer_jax.cache.split_slots import join_split, write_split
 from transformer_jax.config import GatedDelta, LoraConfig, MeshConfig, ModelConfig, TrainConfig
 from transformer_jax.config.tasks import MaskedTask
@@ -105,9 +108,15 @@ def traced(*shape: int, split: bool, dtype: jnp.dtype = jnp.float32) -> jax.Shap
     ],
 )
 def test_split_lengths_are_planned_and_traced_without_devices(queries, keys, lengths):
-    query = traced(1, 64, 2, 8, split=queries)
-    key = value = traced(1, 64, 2, 8, split=keys)
-    bias = traced(1, 2, 64, 64, split=False)
+    T, S = 64 if queries else 3, 64 if keys else 5  # whole lengths may be any
+    query = traced(1, T, 2, 8, split=queries)
+    key = value = traced(1, S, 2, 8, split=keys)
+    bias = traced(1, 2, T, S, split=False)
+    call = check_call(query, key, value, bias=bias, mask=Causal())
+    part = split_lengths(call).local(call)
+    sizes = [(1, 16 if queries else T), (1, 16 if keys else S)]
+    assert [part.query.shape[:2], part.key.shape[:2]] == sizes
+    assert part.bias.shape == (1, 2, sizes[0][1], sizes[1][1])
     plan = explain_attention(query, key, value, bias=bias, mask=Causal())
     assert plan.lengths.startswith(lengths)
 
@@ -116,6 +125,37 @@ def test_split_lengths_are_planned_and_traced_without_devices(queries, keys, len
 
     out = jax.eval_shape(attend, query, key, value, bias)
     assert out.sharding.spec[1] == ("context" if queries else None)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_merged_parts_match_softmax_over_all_keys(with_sinks, rng):
+    """One row sees no key, and one sees only the keys of the last device."""
+    P, B, T, N, S, H = 3, 2, 5, 2, 7, 4
+    scores, values = 2 * rng.normal(size=(P, B, T, N, S)), rng.normal(size=(P, B, S, N, H))
+    scores[:, 1, 3], scores[:-1, 0, 2] = -np.inf, -np.inf
+    sinks = np.array([0.7, -1.3]) if with_sinks else None
+    weights = np.exp(scores)
+    total = weights.sum(-1)
+    out = np.einsum("pbtns,pbsnh->pbtnh", weights / np.maximum(total, 1e-300)[..., None], values)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total)
+    one = SimpleNamespace(attend=lambda call: (call.out, call.lse))
+
+    @partial(jax.vmap, axis_name="context")
+    def device(out, lse):
+        call = SimpleNamespace(query=out, out=out, lse=lse)
+        added = None if sinks is None else jnp.float32(sinks)[None]
+        return _merged(one, SplitLengths(("context",), P, False, True), call, added)
+
+    found, found_lse = jax.device_get(jax.jit(device)(jnp.float32(out), jnp.float32(lse)))
+    whole = total.sum(0)
+    seen = whole > 0
+    whole = np.where(seen, whole + (0 if sinks is None else np.exp(sinks)), 1)
+    wanted = np.einsum("pbtns,pbsnh->btnh", weights, values) / whole[..., None]
+    for i in range(P):
+        assert_near(found[i], wanted, FORWARD_F32)
+        assert_near(found_lse[i][seen], np.log(whole)[seen], FORWARD_F32)
+        assert np.isneginf(found_lse[i][~seen]).all()
 
 
 @pytest.mark.parametrize("split", [True, False])
