@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -260,7 +261,26 @@ def test_prompt_lookup_allocates_extra_ring_slots(layers, window):
     assert generator.look_up("abcab", 17, 4)[0] == want
 
 
-@pytest.mark.slow
+def test_samples_share_prompt_and_forced_tokens(params):
+    generator = greedy(CONFIG, params, processors=(tj.Force(*b"or"),))
+    assert generator.samples("To be", 2, 3) == ["or"] * 3
+
+
+def test_constrained_samples_have_slots_for_prompt_and_new_tokens(monkeypatch):
+    """A recurrent model has no max_len, which would be the capacity."""
+    slots: list[int] = []
+
+    def serve(*arguments, capacity, **options):
+        slots.append(capacity)
+        return iter(())
+
+    monkeypatch.setattr("transformer_jax.decoding.completion.serve_requests", serve)
+    config = tj.RecurrentConfig(vocab_size=300, d_embed=5, d_hidden=7, num_layers=1)
+    generator = greedy(config, {}, grammar=SimpleNamespace(start=lambda: None))
+    assert generator.samples("a" * 41, 30, 2) == ["", ""]
+    assert slots[0] >= 41 + 30 - 1
+
+
 def test_invalid_text_options_are_rejected(params):
     with pytest.raises(
         ValueError, match="stop contains '': each must be a string of at least one character"

@@ -486,16 +486,31 @@ def test_accepted_and_replaced_proposals_follow_model_distribution(rng):
     assert total.shape == (100, 7) and some.sum() > 500
 
 
+def verified(logits, proposal) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of accepted proposals, and the tokens after them, of many rows."""
+    rows, count = proposal.tokens.shape
+    logits = jnp.broadcast_to(jnp.array(logits), (rows, count + 1, len(logits[0])))
+    options: Any = SimpleNamespace(sampler=Sample())
+    keys = jax.random.split(jax.random.key(5), rows)
+    state: Any = SimpleNamespace(keys=keys, count=jnp.zeros(rows, jnp.int32))
+    usable = jnp.ones((rows, count), bool)
+    return jax.device_get(jax.jit(partial(_verify, options, state))(logits, proposal, usable))
+
+
+def test_proposals_are_accepted_in_proportion_to_model_and_draft():
+    """Three quarters of the draft's tokens are 0, and a quarter of the model's are."""
+    rows, three = 499, float(np.log(3))
+    tokens, draft = jnp.zeros((rows, 1), jnp.int32), jnp.array([three, 0.0])
+    proposal = Proposal(tokens, jnp.broadcast_to(draft, (rows, 1, 2)))
+    accepted, token = verified([[0.0, three]] * 2, proposal)
+    assert abs(accepted.sum() - rows / 3) < 5 * (rows * 2 / 9) ** 0.5
+    assert (token[accepted == 0] == 1).all()
+
+
 def test_token_after_accepted_proposals_follows_model_distribution():
     """It is not drawn from the residual of the last proposal."""
-    rows, certain = 256, jnp.array([-50.0, 50.0, -50.0])
-    after = jnp.array([0.0, 0.0, -50.0])
-    logits = jnp.broadcast_to(jnp.stack([certain, certain, after]), (rows, 3, 3))
-    options: Any = SimpleNamespace(sampler=Sample())
-    keys, count = jax.random.split(jax.random.key(5), rows), jnp.zeros(rows, jnp.int32)
-    state: Any = SimpleNamespace(keys=keys, count=count)
-    proposal, usable = Proposal(jnp.ones((rows, 2), jnp.int32)), jnp.ones((rows, 2), bool)
-    accepted, token = jax.jit(partial(_verify, options, state))(logits, proposal, usable)
+    rows, certain, after = 256, [-50.0, 50.0, -50.0], [0.0, 0.0, -50.0]
+    accepted, token = verified([certain, certain, after], Proposal(jnp.ones((rows, 2), jnp.int32)))
     assert (accepted == 2).all()
     counts = np.bincount(token, minlength=3)
     assert counts[2] == 0 and abs(counts[0] - rows / 2) < 5 * (rows / 4) ** 0.5

@@ -10,7 +10,7 @@ import pytest
 from tests.interpret.tiny import B, D, T, draw, model_of, params_of
 from tests.support.tolerances import FORWARD_F32, assert_near
 from transformer_jax.config import ModelConfig
-from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.generation import generate, prefill
 from transformer_jax.decoding.step import make_step
 from transformer_jax.interpret import add, mean, resample, zero
 from transformer_jax.models.editing import Call
@@ -196,6 +196,28 @@ def test_traced_token_index_past_row_end_makes_row_nan(chunk):
     right = run("gpt2", tokens=whole[None], edit=add("block_0/residual", vector, at=7))[0]
     right = np.asarray(jax.nn.log_softmax(right[0]))[np.arange(4, 8), whole[5:]]
     assert_near(log_probs[1, 0], right, NEAR)
+
+
+def test_edit_over_tokens_requires_whole_prompt():
+    model, params = model_of("gpt2")
+    step = make_step(model.edited({"block_0/residual": lambda x: x - x.mean(1, keepdims=True)}))
+
+    def read(chunk):
+        given = draw()[:, :5], init_cache(model.config, B, T), np.array([5, 5])
+        return jax.eval_shape(lambda: prefill(step, params, *given, chunk=chunk))[0].shape
+
+    assert read(None) == read(5) == (B, model.config.vocab_size)
+    with pytest.raises(ValueError, match="needs all tokens of a sequence, but this call reads"):
+        read(2)
+
+
+def test_token_index_may_be_outside_a_part_of_a_sequence():
+    model, params = model_of("gpt2")
+    model = model.edited(zero("block_0/residual", at=6))
+    tokens = draw()[:, :5]
+    jax.eval_shape(model.with_facts(part=True).apply, {"params": params}, tokens)
+    with pytest.raises(ValueError, match="at is 6: must be from 0 to 4"):
+        jax.eval_shape(model.apply, {"params": params}, tokens)
 
 
 @pytest.mark.slow
