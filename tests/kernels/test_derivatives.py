@@ -79,6 +79,9 @@ WAYS = {
         1.0,
         lambda f: jax.jvp(lambda y: jax.vmap(f, (0, None))(ROWS, y), (Y,), (V,))[1],
     ),
+    "jvp of jvp's value": (
+        1.0, lambda f: jax.jvp(lambda x: jax.jvp(f, (x, Y), (V, X))[0], (X,), (Y,))[1]
+    ),
     "jvp of jvp": (1.0, lambda f: jax.jvp(lambda x: jax.jvp(f, (x, Y), (V, X))[1], (X,), (Y,))[1]),
     "jvp of jvp along what moves": (
         1.0,
@@ -102,7 +105,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("jvp", "jvp along one", "jvp of jvp", "linearize")
+@pytest.mark.slow_except("jvp", "jvp along one", "jvp of jvp", "linearize", "jvp of jvp's value")
 @pytest.mark.parametrize("name", WAYS)
 def test_gradients_use_fused_backward_pass_and_other_derivatives_plain_code(name):
     factor, way = WAYS[name]

@@ -6,6 +6,7 @@ themselves are tested in test_tpu.py and test_hopper.py.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import jax
@@ -26,9 +27,11 @@ from transformer_jax.attention.masks import (
     Padding,
     Window,
 )
-from transformer_jax.kernels import Target, using
+from transformer_jax.kernels import Target, cpu, using
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+compiled = pytest.mark.skipif(isinstance(cpu.library(), str), reason=f"{cpu.library()}")
 
 
 @pytest.mark.slow_except(
@@ -51,8 +54,9 @@ class TestPlain(AttentionSuite):
     queries, span = 39, 71
 
 
-@pytest.mark.slow
-def test_sink_gradients_match_formula():
+@pytest.mark.slow_except("invariant")
+@pytest.mark.parametrize("implementation", ["pallas", pytest.param("invariant", marks=compiled)])
+def test_sink_gradients_match_formula(implementation):
     """-sum p_sink D over batch rows and queries, with row maxima and sums far from 0 and 1."""
     arrays = draw(6, batch=3, queries=11, keys=19)
     arrays["query"] = 3 * arrays["query"]
@@ -64,12 +68,12 @@ def test_sink_gradients_match_formula():
         def attend(sinks):
             inputs = arrays["query"], arrays["key"], arrays["value"]
             settings = dict(mask=Causal() & ~Window(1), sinks=sinks, return_lse=True)
-            return dot_product_attention(*inputs, implementation="pallas", **settings)
+            return dot_product_attention(*inputs, implementation=implementation, **settings)
 
         (out, lse), pull = jax.vjp(attend, sinks)
         return out, lse, pull((arrays["out_cotangent"], arrays["lse_cotangent"]))[0]
 
-    with using(Plain()):
+    with using(Plain()) if implementation == "pallas" else nullcontext():
         out, lse, dsinks = gradient(arrays["sinks"])
     expected = reference(arrays, seen)
     assert np.isneginf(np.asarray(lse)[:, 0]).all() and not np.asarray(out)[:, 0].any()

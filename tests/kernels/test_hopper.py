@@ -461,7 +461,7 @@ each_nvidia = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow_except("ampere-*")
+@pytest.mark.slow_except("ampere-*", "hopper-plain")
 @pytest.mark.parametrize("options", [{}, {"bias": (1, 4, 256, 1)}], ids=["plain", "bias"])
 @each_nvidia
 def test_gradients_have_same_varying_axes_as_inputs_in_shard_map(name, options, where):

@@ -232,7 +232,7 @@ def test_int8_pages_match_contiguous_rows_bitwise(heads):
         np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (x, expected[name])))
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("bfloat16-")
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 def test_paged_decode_lowers_for_tpu_and_traces_for_gpus(dtype, x64):

@@ -101,6 +101,44 @@ def test_device_reads_one_key_head_and_zeroes_other_gradients(monkeypatch):
     assert [x.shape for x in empty] == [(0, 2), (0, 5)] and mapped == (True, True)
 
 
+def test_results_that_devices_share_are_summed(monkeypatch):
+    """Two devices split four rows, and three split six heads; the sums of heads lack the rows."""
+    partitions = []
+
+    class Recorded:
+        def __init__(self, function):
+            self.function = function
+
+        def def_partition(self, partition, **_):
+            partitions.append(partition)
+
+        def __call__(self, *arrays):
+            return self.function(*arrays)
+
+    def function(first, x):
+        return x + 10.0 * first[0] + first[1], x.sum(axis=(0, 1, 3))[None]
+
+    monkeypatch.setattr(sharding, "custom_partitioning", Recorded)
+    monkeypatch.setattr(sharding, "_spec", lambda mesh, spec, ndim: spec)
+    x = np.arange(4 * 5 * 6 * 2, dtype=np.float32).reshape(4, 5, 6, 2)
+    full = dict(b=4, n=6, k=6)
+    whole = sharding.partitioned(function, [jnp.asarray(x)], [QUERIES], [QUERIES, HEADS], full)
+    mesh = AbstractMesh((2, 3), ("x", "y"))
+    spec = SimpleNamespace(shape=x.shape, ndim=4, sharding=(("x",), (), ("y",), ()))
+    _, lower, specs, _ = partitions[0](mesh, (spec,), None)
+    assert [one.spec for one in specs] == [
+        PartitionSpec("x", None, "y", None),
+        PartitionSpec(None, "y"),
+    ]
+    parts = x.reshape(2, 2, 5, 3, 2, 2).transpose(0, 3, 1, 2, 4, 5)  # [x, y, B, T, N, H]
+    found, sums = jax.vmap(jax.vmap(lower, axis_name="y"), axis_name="x")(parts)
+    first = 20.0 * np.arange(2).reshape(2, 1, 1, 1, 1, 1) + 2.0 * np.arange(3).reshape(
+        3, 1, 1, 1, 1
+    )
+    np.testing.assert_array_equal(found, parts + first)
+    np.testing.assert_array_equal(sums.reshape(2, 6), np.repeat(whole[1], 2, axis=0))
+
+
 # Inputs and results of decode kernels
 
 
@@ -389,6 +427,7 @@ def test_final_sums_are_normalized_with_sink(on_arrays):
     "options", [dict(softcap=3.0, sinks=True), dict(slopes=True, dropout_rate=0.3, H=128)], ids=str
 )
 def test_hopper_gradients_have_input_shapes(options):
+    """They also have names for profilers, and no more programs than tiles."""
     case = Case(T=167, S=211, bias=(1, 2, 167, 211), **options)
     operands, do = draw(case)
     vector, count = jnp.zeros((1, 2, 256), jnp.float32), jnp.ones((1, 1, 4), jnp.int32)
@@ -398,10 +437,12 @@ def test_hopper_gradients_have_input_shapes(options):
     def shapes(kernel: Any, kind: str) -> Any:
         plan = hopper.blocks(kind, case.H, case.Hv)
         call = lambda o, t, s: kernel(problem, o, t, saved=s, blocks=plan)  # noqa: E731
-        found = jax.make_jaxpr(call)(
-            operands, lists, Residuals(do, vector, vector, vector)
-        ).out_avals
-        return [(x.shape, x.dtype) for x in found]
+        traced = jax.make_jaxpr(call)(operands, lists, Residuals(do, vector, vector, vector))
+        text = str(traced)
+        assert f"kernel_name='attention_backward_{kind}'" in text
+        if kind == "bias":
+            assert f"grid=({2 * 256 // plan.q * 256 // plan.k},)" in text
+        return [(x.shape, x.dtype) for x in traced.out_avals]
 
     assert shapes(hopper.backward_bias, "bias") == [((1, 2, 256, 256), jnp.float32)]
     if HAS_JAX_11:  # its vmap supports references

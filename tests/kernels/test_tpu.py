@@ -29,6 +29,7 @@ from transformer_jax.kernels.contract import (
     Residuals,
     TileLists,
 )
+from transformer_jax.kernels.tpu.grid import GridStep
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -215,6 +216,11 @@ def test_tpu_kernels_match_formulas(name):
     check(CASES[name])
 
 
+def test_scalar_is_read_per_head_or_per_row_and_head():
+    step = GridStep(*[None] * len(GridStep._fields))._replace(b=1, n=2, heads=5)
+    assert step.scalar(np.arange(5)) == 2 and step.scalar(np.arange(15)) == 7
+
+
 SMALL = Case(everything, B=3, N=2, K=1, T=11, S=19)
 
 
@@ -224,7 +230,6 @@ def test_softcap_scales_query_and_key_gradients_but_not_bias_gradient():
     check(replace(SMALL, softcap=0.7, bias=(True, False, True, True)))
 
 
-@pytest.mark.slow
 def test_per_row_key_bias_has_correct_gradient():
     case = replace(SMALL, bias=(True, False, False, True))
     results, reference = run(case, bias_only=True)

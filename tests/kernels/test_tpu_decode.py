@@ -33,6 +33,7 @@ from transformer_jax import Causal, Dense, Window, dot_product_attention, explai
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.kernels import Target, tpu, using
 from transformer_jax.kernels.contract import Blocks, Problem
+from transformer_jax.kernels.packed_queries import PackedQueries
 from transformer_jax.kernels.tpu.visits import flatten
 
 pytestmark = [
@@ -110,6 +111,24 @@ def test_tiles_covering_some_key_heads_match_reference(heads, monkeypatch):
     assert kernel.tile_of_heads(operands, 128) == (heads // 2, heads == 16)
     for name, x in run(case, operands).items():
         assert_near(x, expected[name], NEAR if name == "out" else EXACT, name)
+
+
+@pytest.mark.parametrize("heads", [2, 3], ids=["slots first", "heads first"])
+def test_every_tile_is_inside_its_array(heads):
+    """An interpreter moves a tile inside, but a copy on a TPU would read other memory."""
+    case = Case(B=2, T=3, S=384, N=2 * heads, K=heads, bias=(1, 2 * heads, 1, 384), sinks=True)
+    operands = draw_few(case)
+    lists = kernel.of_all_heads(lists_of(seen_by(case, operands), case.T, 128), case.B)
+    visits = flatten(lists)
+    x = kernel._laid_out(PackedQueries(3, 2, 8).operands(operands), 128)
+    walk = kernel.Walk(visits.packing, 128, *kernel.tile_of_heads(operands, 128))
+    assert walk.slots_first == (heads == 2)
+    numbers, specs = np.asarray(visits.numbers).ravel(), jax.tree.leaves(walk.specs(x))
+    for spec, array in zip(specs, jax.tree.leaves(x), strict=True):
+        for group, at in np.ndindex(heads // walk.heads, len(numbers)):
+            index = spec.index_map(group, at, numbers)
+            for i, size, length in zip(index, spec.block_shape, array.shape, strict=True):
+                assert 0 <= i * (1 if size is None else size) < length, (spec, index)
 
 
 @pytest.mark.slow
