@@ -25,6 +25,7 @@ from transformer_jax.cache.model_cache import (
 from transformer_jax.config import ConfigError, ModelConfig, Shaw, T5Buckets
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
+from transformer_jax.models.arguments import positions_and_masks
 from transformer_jax.models.factory import build, cache_bytes, init_cache, init_params
 from transformer_jax.models.stack import stack_layers
 
@@ -134,6 +135,14 @@ def test_sink_mask_is_exact_and_skips_intermediate_tiles(rng, shuffled):
     if not shuffled:
         np.testing.assert_array_equal(visited, some)
         assert 2 * rows <= visited.sum() <= 5 * rows < rows * columns / 4
+
+
+def test_layer_with_window_also_sees_sink_tokens():
+    config = dataclasses.replace(SMALL, **PATTERN)
+    _, (whole, ring) = positions_and_masks(config, (1, 11), None, None, None, causal=True)
+    q, k = np.arange(11)[:, None], np.arange(11)
+    assert whole is None
+    np.testing.assert_array_equal(ring.materialize(k, k)[0, 0], (k > q - 5) | (k < 2))
 
 
 @pytest.mark.slow

@@ -283,6 +283,13 @@ def test_schema_property_names_have_one_canonical_encoding():
         assert matcher.allowed.nonzero()[0].tolist() == allowed
 
 
+def test_unique_items_are_supported_only_if_false():
+    numbers = {"type": "array", "items": {"type": "integer"}}
+    assert takes("schema", numbers | {"uniqueItems": False}, "[1,1]")
+    with pytest.raises(ValueError, match="uniqueItems"):
+        takes("schema", numbers | {"uniqueItems": True}, "[1]")
+
+
 def test_regex_posix_classes_match_unicode():
     for name, inside, outside in (
         ("alpha", "éЖ日", "1_"), ("lower", "éж", "ÉЖ1"), ("upper", "ÉЖ", "éж1"),
@@ -295,6 +302,7 @@ def test_regex_posix_classes_match_unicode():
             assert takes("regex", f"[[:{name}:]]", letter) == (letter in inside), (name, letter)
             assert takes("regex", f"[]_[:^{name}:]]", letter) == (letter in outside + "_")
     assert takes("regex", r"\[[:alpha]+", "[:alp"), "not a POSIX class"
+    assert takes("regex", "a\\\n", "a\n")  # an escaped line break
     assert takes("regex", "[:alpha:][:upper:]", "lr") and not takes("regex", "[:a:][:upper:]", "aA")
     for form, name in (lambda x: ("regex", x), "regex"), (
         lambda x: ("schema", {"patternProperties": {x: {}}}), r"schema\.patternProperties"
