@@ -566,6 +566,16 @@ def test_longest_cached_prefix_is_shared(rope, shares):
             assert got[request.id].shared == (prompts[request.id][1] if shares else 0), request.id
 
 
+def test_request_with_its_own_state_shares_no_prefix(rope):
+    step, params, _ = rope
+    empty, text = init_cache(ROPE, 1, 41), list(range(19))
+    batcher = Batcher(init_slots(step, params, empty, 2, 41), params, iter(()), empty, shares=True)
+    batcher._texts[1] = text  # as if a slot contained the prompt
+    own = fork(empty, 1)
+    _, state, shared = batcher._read(Request(text, 2, state=own))
+    assert state is own and shared == 0
+
+
 @pytest.mark.slow
 def test_requests_advance_while_queue_is_paused():
     """A free slot does not pause the loop if no request is waiting for it."""

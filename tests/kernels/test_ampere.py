@@ -148,7 +148,6 @@ def test_unsupported_decode_tiles_are_rejected(blocks, page, message):
         ampere.decode(Problem(scale=1.0), operands, None, blocks)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
 def test_decode_kernel_uses_mma_and_cp_async():
     """From capability 9 on, Pallas lowers its own copies to TMA, which needs a barrier."""
