@@ -91,6 +91,12 @@ def test_device_reads_one_key_head_and_zeroes_other_gradients(monkeypatch):
     x = np.arange(10.0).reshape(1, 5, 1, 2)
     [read, same] = halves.read([x, x], [KEYS, QUERIES])
     assert (np.asarray(read) == x).all() and same is x
+    thirds = Parts.of(MESH, [(None, None, ("z", "y"), None)], [QUERIES], dict(b=1, n=12, k=2))
+    two = np.arange(20.0).reshape(1, 5, 2, 2)
+    for index, head in ((2, 0), (4, 1)):  # three of the six devices read each key head
+        monkeypatch.setattr(sharding.lax, "axis_index", lambda axes, index=index: index)
+        [read] = thirds.read([two], [KEYS])
+        assert (np.asarray(read) == two[:, :, head : head + 1]).all()
     put = np.asarray(sharding._embed(jnp.asarray(x), 1, 3, 2))
     assert (put[:, :, 1:2] == x).all() and put.shape == (1, 5, 3, 2) and put[:, :, ::2].sum() == 0
     empty, mapped = sharding.empty_batch(
