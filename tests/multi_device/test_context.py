@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,23 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from tests.support.attention_suite import draw, reference
 from tests.support.devices import on_devices
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax import Causal, dot_product_attention, explain_attention, init_cache
 from transformer_jax.attention import zigzag_positions
-from transformer_jax.attention.arguments import check_call
-from transformer_jax.attention.ring import SplitLengths, _merged, split_lengths
+from transformer_jax.attention.api import IMPLEMENTATIONS
+from transformer_jax.attention.arguments import Rows, check_call
+from transformer_jax.attention.biases import ALiBi
+from transformer_jax.attention.masks import Window
+from transformer_jax.attention.ring import (
+    SplitLengths,
+    _merge,
+    _merged,
+    _Ring,
+    _with_sinks,
+    split_lengths,
+)
 from transformer_jax.cache.split_slots import join_split, write_split
 from transformer_jax.config import GatedDelta, LoraConfig, MeshConfig, ModelConfig, TrainConfig
 from transformer_jax.config.tasks import MaskedTask
@@ -102,7 +114,7 @@ def traced(*shape: int, split: bool, dtype: jnp.dtype = jnp.float32) -> jax.Shap
 @pytest.mark.parametrize(
     ("queries", "keys", "lengths"),
     [
-        (True, True, "ring over 'context' (4 devices): sends 6 of 12 blocks of keys, "),
+        (True, True, "ring over 'context' (4 devices): sends 6 of 12 blocks of keys, 12672 "),
         (True, False, "T is split over 'context' (4 devices): nothing is sent"),
         (False, True, "S is split over 'context' (4 devices): each device attends to its own"),
     ],
@@ -117,6 +129,8 @@ def test_split_lengths_are_planned_and_traced_without_devices(queries, keys, len
     sizes = [(1, 16 if queries else T), (1, 16 if keys else S)]
     assert [part.query.shape[:2], part.key.shape[:2]] == sizes
     assert part.bias.shape == (1, 2, sizes[0][1], sizes[1][1])
+    for other in None, ALiBi(np.ones(2, np.float32)):
+        assert split_lengths(call).local(replace(call, bias=other)).bias is other
     plan = explain_attention(query, key, value, bias=bias, mask=Causal())
     assert plan.lengths.startswith(lengths)
 
@@ -127,6 +141,7 @@ def test_split_lengths_are_planned_and_traced_without_devices(queries, keys, len
     assert out.sharding.spec[1] == ("context" if queries else None)
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_merged_parts_match_softmax_over_all_keys(with_sinks, rng):
     """One row sees no key, and one sees only the keys of the last device."""
@@ -137,9 +152,10 @@ def test_merged_parts_match_softmax_over_all_keys(with_sinks, rng):
     weights = np.exp(scores)
     total = weights.sum(-1)
     out = np.einsum("pbtns,pbsnh->pbtnh", weights / np.maximum(total, 1e-300)[..., None], values)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total)
-    one = SimpleNamespace(attend=lambda call: (call.out, call.lse))
+    top, log_sum = scores.max(-1), np.log(np.where(total > 0, total, 1))
+    lse = np.where(total > 0, log_sum, -np.inf)
+    log_sum = log_sum - np.where(total > 0, top, 0)
+    one: Any = SimpleNamespace(attend=lambda call: (call.out, call.lse))
 
     @partial(jax.vmap, axis_name="context")
     def device(out, lse):
@@ -152,10 +168,61 @@ def test_merged_parts_match_softmax_over_all_keys(with_sinks, rng):
     seen = whole > 0
     whole = np.where(seen, whole + (0 if sinks is None else np.exp(sinks)), 1)
     wanted = np.einsum("pbtns,pbsnh->btnh", weights, values) / whole[..., None]
-    for i in range(P):
-        assert_near(found[i], wanted, FORWARD_F32)
-        assert_near(found_lse[i][seen], np.log(whole)[seen], FORWARD_F32)
-        assert np.isneginf(found_lse[i][~seen]).all()
+
+    @jax.jit
+    def ring(rows):
+        parts = (Rows(*(x[i] for x in rows)) for i in range(P))
+        added = None if sinks is None else jnp.float32(sinks)[None]
+        return _with_sinks(reduce(_merge, parts), added)
+
+    last = jax.device_get(ring([jnp.float32(x) for x in (out, top, log_sum)]))
+    pairs = [*zip(found, found_lse, strict=True), (last.out, last.row_max + last.log_sum)]
+    for each, each_lse in pairs:  # of the devices, and of a ring
+        assert_near(each, wanted, FORWARD_F32)
+        assert_near(each_lse[seen], np.log(whole)[seen], FORWARD_F32)
+        assert np.isneginf(each_lse[~seen]).all()
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_ring_matches_float64_in_one_process(monkeypatch):
+    """The devices are the rows of a `vmap` whose axis has a name."""
+    P, T, window = 3, 15, 6
+
+    def send(x, axis_name, perm):  # the original does not support pairs of some devices in `vmap`
+        source = dict.fromkeys(range(P), -1) | {to: one for one, to in perm}
+        source = jnp.array(list(source.values()))[jax.lax.axis_index(axis_name)]
+        return jnp.where(source < 0, 0, jax.lax.all_gather(x, axis_name)[source])
+
+    monkeypatch.setattr(jax.lax, "ppermute", send)
+    arrays = draw(5, batch=2, queries=T, keys=T, heads=4, kv_heads=2)
+    arrays["sinks"] = jnp.array([-1.0, 0.3, 0.8, 1.7])
+    needed = tuple(tuple(i - 1 <= j <= i for j in range(P)) for i in range(P))
+    one, lengths = IMPLEMENTATIONS["xla"], SplitLengths(("context",), P, True, True, needed)
+
+    @jax.jit
+    @partial(jax.vmap, in_axes=(1, 1, 1, None, 0, 1, 1), out_axes=1, axis_name="context")
+    def device(query, key, value, sinks, at, *cotangents):
+        def attend(query, key, value, sinks):
+            mask = Causal() & Window(window)
+            call = check_call(query, key, value, mask=mask, q_positions=at, k_positions=at)
+            return _Ring(one, lengths).attend(replace(call, plan=one.plan(call)), sinks[None])
+
+        results, pull = jax.vjp(attend, query, key, value, sinks)
+        return *results, *pull(cotangents)
+
+    def in_parts(name):
+        x = arrays[name]
+        return x.reshape(2, P, T // P, *x.shape[2:])
+
+    inputs = map(in_parts, ("query", "key", "value"))
+    cotangents = map(in_parts, ("out_cotangent", "lse_cotangent"))
+    found = device(*inputs, arrays["sinks"], jnp.arange(T).reshape(P, 1, -1), *cotangents)
+    distance = np.subtract.outer(np.arange(T), np.arange(T))
+    wanted = reference(arrays, ((distance >= 0) & (distance < window))[None, None])
+    for name, x in zip(("out", "lse", "dquery", "dkey", "dvalue"), found[:5], strict=True):
+        limit = GRADIENT_F32 if name.startswith("d") else FORWARD_F32
+        assert_near(x.reshape(2, T, *x.shape[3:]), wanted[name], limit, name)
+    assert_near(found[5].sum(axis=1), wanted["dsinks"], GRADIENT_F32)
 
 
 @pytest.mark.parametrize("split", [True, False])
