@@ -29,7 +29,9 @@ BY_TOKEN = {
     "ramp": lambda x: x + jnp.arange(H, dtype=x.dtype).reshape(1, 1, 1, H),
     "half precision": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
     "jitted": jax.jit(lambda x: 2 * x),
-    "projected from the left": lambda x: jnp.moveaxis(jnp.tensordot(MATRIX, x, (0, 3)), 0, -1),
+    "projected from the left, by head": lambda x: jax.lax.dot_general(
+        np.stack([MATRIX] * N), x, (((1,), (3,)), ((0,), (2,)))
+    ).transpose(2, 3, 0, 1),
     "times its norm": lambda x: x * jnp.einsum("btnh,btnh->btn", x, x)[..., None],
     "looked up": lambda x: jnp.asarray(MATRIX)[jnp.clip(x[..., 0], 0, H - 1).astype(int)],
     "halves swapped": lambda x: jnp.concatenate(jnp.split(x, 2, -1)[::-1], -1),
