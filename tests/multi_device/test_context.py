@@ -196,18 +196,20 @@ def test_ring_matches_float64_in_one_process(monkeypatch):
     monkeypatch.setattr(jax.lax, "ppermute", send)
     arrays = draw(5, batch=2, queries=T, keys=T, heads=4, kv_heads=2)
     arrays["sinks"] = jnp.array([-1.0, 0.3, 0.8, 1.7])
+    arrays["bias"] = jnp.asarray(np.random.default_rng(1).normal(size=(1, 4, T, T)), jnp.float32)
     needed = tuple(tuple(i - 1 <= j <= i for j in range(P)) for i in range(P))
     one, lengths = IMPLEMENTATIONS["xla"], SplitLengths(("context",), P, True, True, needed)
 
     @jax.jit
-    @partial(jax.vmap, in_axes=(1, 1, 1, None, 0, 1, 1), out_axes=1, axis_name="context")
-    def device(query, key, value, sinks, at, *cotangents):
-        def attend(query, key, value, sinks):
+    @partial(jax.vmap, in_axes=(1, 1, 1, 2, None, 0, 1, 1), out_axes=1, axis_name="context")
+    def device(query, key, value, bias, sinks, at, *cotangents):
+        def attend(query, key, value, bias, sinks):
             mask = Causal() & Window(window)
             call = check_call(query, key, value, mask=mask, q_positions=at, k_positions=at)
-            return _Ring(one, lengths).attend(replace(call, plan=one.plan(call)), sinks[None])
+            call = replace(call, bias=bias, plan=one.plan(call))  # of all keys
+            return _Ring(one, lengths).attend(call, sinks[None])
 
-        results, pull = jax.vjp(attend, query, key, value, sinks)
+        results, pull = jax.vjp(attend, query, key, value, bias, sinks)
         return *results, *pull(cotangents)
 
     def in_parts(name):
@@ -216,13 +218,17 @@ def test_ring_matches_float64_in_one_process(monkeypatch):
 
     inputs = map(in_parts, ("query", "key", "value"))
     cotangents = map(in_parts, ("out_cotangent", "lse_cotangent"))
-    found = device(*inputs, arrays["sinks"], jnp.arange(T).reshape(P, 1, -1), *cotangents)
+    bias = arrays["bias"].reshape(1, 4, P, -1, T)
+    at = jnp.arange(T).reshape(P, 1, -1)
+    found = device(*inputs, bias, arrays["sinks"], at, *cotangents)
     distance = np.subtract.outer(np.arange(T), np.arange(T))
     wanted = reference(arrays, ((distance >= 0) & (distance < window))[None, None])
     for name, x in zip(("out", "lse", "dquery", "dkey", "dvalue"), found[:5], strict=True):
         limit = GRADIENT_F32 if name.startswith("d") else FORWARD_F32
         assert_near(x.reshape(2, T, *x.shape[3:]), wanted[name], limit, name)
-    assert_near(found[5].sum(axis=1), wanted["dsinks"], GRADIENT_F32)
+    dbias = jnp.moveaxis(found[5], 1, 2).reshape(1, 4, T, T)
+    assert_near(dbias, wanted["dbias"], GRADIENT_F32)
+    assert_near(found[6].sum(axis=1), wanted["dsinks"], GRADIENT_F32)
 
 
 @pytest.mark.parametrize("split", [True, False])
