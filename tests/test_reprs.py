@@ -18,6 +18,7 @@ import pytest
 
 import transformer_jax as tj
 from transformer_jax import training
+from transformer_jax.cache import StateCache
 from transformer_jax.checkpoints.run_folder import check_unused
 from transformer_jax.cli.process import one_line
 from transformer_jax.config.architectures import AnyModelConfig
@@ -56,6 +57,11 @@ def result() -> Result:
         config=tj.TrainConfig(model=CONFIG), state=state(), step=7, interrupted=False, val_loss=1.5,
         sample="to be " * 997, val_loss_per_character=1.5, best_step=5, rejected=0,
     )  # fmt: skip
+
+
+def states() -> StateCache:
+    sizes = dict(mixers=("gated_delta",), gated_delta=tj.GatedDelta())
+    return tj.init_cache(dataclasses.replace(CONFIG, **sizes), 2, 17, slack=3).layers[0]
 
 
 def pretrained() -> PretrainedTokenizer:
@@ -127,6 +133,7 @@ MADE = {
     ).layers[0],
     "Part": lambda kind: PART,
     "Patches": lambda kind: kind(size=7, height=49, width=49, channels=3),
+    "PendingTokens": lambda kind: states().pending,
     "Predicate": lambda kind: kind(lambda q, k: k <= q),
     "Prefix": lambda kind: kind(IDS[0]),
     "PresencePenalty": lambda kind: kind(0.5),
@@ -152,9 +159,7 @@ MADE = {
     "Segments": lambda kind: kind(IDS),
     "SentenceEncoder": lambda kind: kind(CONFIG, params(), "mean", True, 17),
     "SpecialTokens": lambda kind: kind(LETTERS, tuple(f"<{n}>" for n in MANY)),
-    "StateCache": lambda kind: tj.init_cache(
-        dataclasses.replace(CONFIG, mixers=("gated_delta",), gated_delta=tj.GatedDelta()), 2, 17
-    ).layers[0],
+    "StateCache": lambda kind: states(),
     "StreamingEncoder": lambda kind: kind(
         dataclasses.replace(CONFIG, window=5, positions="rope"), 7
     ),
