@@ -164,7 +164,7 @@ def _advance(
     positions: jax.Array,  # i32[B, T]
     inputs: jax.Array,  # [B, T, C]
 ) -> StateCache:
-    """Return the cache after new tokens, whose last R tokens are pending, with their inputs only."""
+    """Return the cache after new tokens. The last R are pending, with only their inputs."""
     pending, R, W = cache.pending, cache.slack, cache.tail.shape[1] + 1
     assert pending is not None
     read, order = _in_sequence(pending, positions >= 0)
