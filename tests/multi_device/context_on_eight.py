@@ -11,19 +11,22 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.multi_device.meshes_on_four import largest_error
 from tests.support.attention_suite import draw
 from transformer_jax import ALiBi, dot_product_attention, explain_attention
-from transformer_jax.attention import zigzag_positions
+from transformer_jax.attention import api, ring, zigzag_positions
 from transformer_jax.attention.biases import RelativeBias, alibi_slopes
 from transformer_jax.attention.masks import (
     Causal,
@@ -67,7 +70,9 @@ CASES: dict[str, dict[str, Any]] = {
     "broadcast dropout": dict(dropout_rate=0.3, broadcast_dropout=True),
     "int8": dict(int8=True, mask="causal", sinks=True),
     "heads": dict(mask="packed", mesh="heads", heads=8, kv_heads=4, bias=(1, 8, 1, S), sinks=True),
-    "one key head": dict(mask="packed", mesh="heads", kv_heads=1, sinks=True, bias="alibi"),
+    "one key head": dict(
+        mask="packed", mesh="heads", heads=8, kv_heads=1, sinks=True, bias="alibi"
+    ),
     "all at once": dict(
         mask="packed", positions="permuted", softcap=3.0, sinks=True, dropout_rate=0.2,
         bias=(4, 4, T, S), scale="heads",
@@ -210,16 +215,32 @@ def made(case: str, layout: str) -> tuple[dict[str, jax.Array], dict[str, P], An
     return arrays, specs, results
 
 
+def only(layout: str) -> AbstractContextManager[Any]:
+    """Compute calls with split T and S in a ring, or with split heads, whichever sends less."""
+
+    def ways(call: Any) -> Any:
+        found = ring.split_lengths(call)
+        if not isinstance(found, list) or layout not in ("ring", "heads"):
+            return found
+        return [way for way in found if bool(way.repeats) == (layout == "heads")]
+
+    return mock.patch.object(api, "split_lengths", ways)
+
+
 def run(case: str, implementation: str, layout: str = "ring") -> dict[str, Any]:
     arrays, specs, results = made(case, layout)
     axes, shape, _ = MESHES[CASES[case].get("mesh", "rows")]
     devices = jax.devices()[: int(np.prod(shape))]
     mesh = jax.make_mesh(shape, axes, devices=devices)
     placed = {
-        n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in arrays.items()
+        n: jax.device_put(np.asarray(x), NamedSharding(mesh, specs.get(n, P())))
+        for n, x in arrays.items()
     }
     program = jax.jit(results, static_argnums=1)
-    actual = jax.device_get(program(placed, implementation))
+    with only(layout):
+        actual = program(placed, implementation)
+    several = jax.process_count() > 1
+    actual = process_allgather(actual, tiled=True) if several else jax.device_get(actual)
     wide = lambda x: x.astype(np.float64) if x.dtype == np.float32 else x  # noqa: E731
     with jax.enable_x64(True):
         host = jax.tree.map(lambda x: jnp.asarray(wide(np.asarray(x))), arrays)
@@ -237,7 +258,7 @@ def run(case: str, implementation: str, layout: str = "ring") -> dict[str, Any]:
     return errors
 
 
-def traffic(layout: str) -> Any:
+def traffic(layout: str, heads: str = "4", kv_heads: str = "2") -> Any:
     """Return the `transfers` of a call and of its gradient."""
     mask, positions = dict(
         everything=(None, None),
@@ -246,8 +267,8 @@ def traffic(layout: str) -> Any:
         packed=(Causal() & Window(1024), "ids"),
         zigzag=(Causal(), zigzag_positions(LENGTH, 8)),
     )[layout]
-    arrays = draw(0, batch=1, queries=LENGTH, keys=LENGTH, heads=4, kv_heads=2, dim=16,
-                  value_dim=16)  # fmt: skip
+    arrays = draw(0, batch=1, queries=LENGTH, keys=LENGTH, heads=int(heads),
+                  kv_heads=int(kv_heads), dim=16, value_dim=16)  # fmt: skip
     mesh = jax.make_mesh((8,), ("context",))
     inputs = [
         jax.device_put(arrays[n], NamedSharding(mesh, P(None, "context")))
@@ -273,16 +294,20 @@ LENGTH = 8192
 
 def transfers(text: str) -> Any:
     """Return the number of arrays that are sent, their bytes, and what is gathered."""
-    sizes = dict(f32=4, s32=4)
-    pattern = r"(\w+)\[([\d,]*)\]\S* collective-permute(?:-start)?\(.*pairs={([\d,{}]*)}"
+    size = lambda shape: 4 * int(np.prod([int(n) for n in shape.split(",")]))  # noqa: E731
+    pattern = r"[fs]32\[([\d,]*)\]\S* collective-permute(?:-start)?\(.*pairs={([\d,{}]*)}"
     count, total, farthest = 0, 0, 0
-    for dtype, shape, pairs in re.findall(pattern, text):
+    for shape, pairs in re.findall(pattern, text):
         pairs = [tuple(map(int, pair)) for pair in re.findall(r"{(\d+),(\d+)}", "{" + pairs + "}")]
-        size = sizes[dtype] * int(np.prod([int(n) for n in shape.split(",")]))
-        count, total = count + 1, total + size * len(pairs)
+        count, total = count + 1, total + size(shape) * len(pairs)
         farthest = max(farthest, *((to - one) % 8 for one, to in pairs))
-    gathered = re.findall(r"all-gather|all-to-all", text)
-    return dict(arrays=count, bytes=total, farthest=farthest, gathered=len(gathered))
+    # each of eight devices has eight parts and keeps one
+    exchanged = re.findall(r"\((f32\[.*)\) all-to-all\(", text)
+    parts = [shape for one in exchanged for shape in re.findall(r"f32\[([\d,]*)\]", one)]
+    return dict(
+        arrays=count + len(exchanged), bytes=total + 7 * sum(map(size, parts)), farthest=farthest,
+        exchanged=len(exchanged), gathered=text.count("all-gather("),
+    )  # fmt: skip
 
 
 def memory(length: str, devices: str) -> int:
@@ -302,13 +327,17 @@ def memory(length: str, devices: str) -> int:
 OTHERS = dict(traffic=traffic, memory=memory)
 
 if __name__ == "__main__":
-    assert len(jax.devices()) == 8
     names = sys.argv[1:]
+    if names[:1] == ["--process"]:
+        _, address, count, index, *names = names
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(address, int(count), int(index))
+    assert len(jax.devices()) == 8
     names = names or [
         f"{case}; {how}; {layout}"
         for case in CASES
         for how in ("xla", "blockwise", "native")
-        for layout in ("ring", "keys", "queries")
+        for layout in ("ring", "heads", "keys", "queries")
     ]
     results = {}
     for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial, reduce
 from types import SimpleNamespace
@@ -16,12 +17,17 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from tests.support.attention_suite import draw, reference
 from tests.support.devices import on_devices
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
-from transformer_jax import Causal, dot_product_attention, explain_attention, init_cache
+from transformer_jax import (
+    Causal,
+    Window,
+    dot_product_attention,
+    explain_attention,
+    init_cache,
+)
 from transformer_jax.attention import zigzag_positions
 from transformer_jax.attention.api import IMPLEMENTATIONS
 from transformer_jax.attention.arguments import Rows, check_call
 from transformer_jax.attention.biases import ALiBi
-from transformer_jax.attention.masks import Window
 from transformer_jax.attention.ring import (
     SplitLengths,
     _merge,
@@ -125,14 +131,18 @@ def test_split_lengths_are_planned_and_traced_without_devices(queries, keys, len
     key = value = traced(1, S, 2, 8, split=keys)
     bias = traced(1, 2, T, S, split=False)
     call = check_call(query, key, value, bias=bias, mask=Causal())
-    part = split_lengths(call).local(call)
+    way = split_lengths(call)[0]
+    part = way.local(call)
     sizes = [(1, 16 if queries else T), (1, 16 if keys else S)]
     assert [part.query.shape[:2], part.key.shape[:2]] == sizes
     assert part.bias.shape == (1, 2, sizes[0][1], sizes[1][1])
     for other in None, ALiBi(np.ones(2, np.float32)):
-        assert split_lengths(call).local(replace(call, bias=other)).bias is other
+        assert way.local(replace(call, bias=other)).bias is other
     plan = explain_attention(query, key, value, bias=bias, mask=Causal())
     assert plan.lengths.startswith(lengths)
+    if queries and keys:
+        rule = "there are 2 query heads: must be a multiple of 4"
+        assert f"; no all-to-all, because {rule}" in plan.lengths
 
     def attend(query, key, value, bias):
         return dot_product_attention(query, key, value, bias=bias, mask=Causal())
@@ -231,6 +241,57 @@ def test_ring_matches_float64_in_one_process(monkeypatch):
     assert_near(found[6].sum(axis=1), wanted["dsinks"], GRADIENT_F32)
 
 
+def ways(N: int, K: int, **options) -> list[str]:
+    """Return how a call with split T and S is computed, starting with the choice."""
+    shape = lambda heads, dim: traced(3, 20, heads, dim, split=True)  # noqa: E731
+    plan = explain_attention(shape(N, 7), shape(K, 7), shape(K, 5), **options)
+    return re.findall(r"ring|all-to-all|gathered", plan.lengths)
+
+
+def test_all_to_all_is_chosen_if_it_sends_fewer_bytes_than_the_ring():
+    ring_first, heads_first = ["ring", "all-to-all"], ["all-to-all", "ring"]
+    assert ways(8, 8) == ways(8, 8, mask=Causal()) == heads_first
+    assert ways(8, 8, mask=Causal() & Window(5)) == ring_first
+    # keys of one head: a ring sends (P - 1) / P of 2 heads, the all-to-all of 2 N + 2 P / P
+    assert ways(8, 1) == ring_first
+    # the copies of three key heads for four devices are 12 heads
+    assert ways(12, 3) == ring_first and ways(24, 12) == heads_first
+    split_bias = traced(1, 8, 20, 20, split=False)
+    assert ways(8, 8, bias=split_bias) == heads_first
+    spec = PartitionSpec(None, None, "context")
+    split_bias = jax.ShapeDtypeStruct(
+        split_bias.shape, split_bias.dtype, sharding=NamedSharding(MESH, spec)
+    )
+    assert ways(8, 8, bias=split_bias) == ring_first  # refused
+    score = lambda s, row, head, q, k: s  # noqa: E731
+    assert ways(8, 8, score_mod=score) == ["all-to-all"]
+    assert ways(6, 6, score_mod=score)[0] == "gathered"
+
+
+def test_bytes_of_all_to_all_count_every_array_that_moves():
+    def sent(**options) -> int:
+        B, T, S, N, H, Hv = 3, 20, 28, 8, 7, 5
+        query, key, value = (
+            traced(B, n, N, dim, split=True, dtype=options.get("dtype", jnp.float32))
+            for n, dim in ((T, H), (S, H), (S, Hv))
+        )
+        options.pop("dtype", None)
+        if options.pop("split_positions", False):
+            spec = PartitionSpec(None, "context")
+            at = lambda n: jax.ShapeDtypeStruct(  # noqa: E731
+                (B, n), jnp.int32, sharding=NamedSharding(MESH, spec)
+            )
+            options |= dict(q_positions=at(T), k_positions=at(S))
+        plan = explain_attention(query, key, value, **options)
+        return int(re.search(r"all-to-all .*? sends (\d+) bytes", plan.lengths)[1])
+
+    heads = 3 * 8 * (20 * 7 + 28 * 7 + 28 * 5 + 20 * 5)
+    assert sent() == 3 / 4 * 4 * heads
+    assert sent(dtype=jnp.bfloat16) == 3 / 4 * 2 * heads
+    assert sent(return_lse=True) == 3 / 4 * 4 * (heads + 3 * 8 * 20)
+    assert sent(split_positions=True) == 3 / 4 * 4 * heads + 3 * 4 * 3 * (20 + 28)
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_split_slots_are_joined_and_written_without_gathering(split):
     """The types of the results are traced. Their values are compared on eight devices."""
@@ -261,6 +322,9 @@ def test_split_slots_are_joined_and_written_without_gathering(split):
                 "int8; xla; ring",
                 "sinks; blockwise; keys",
                 "heads; native; queries",
+                "dropout; native; heads",
+                "heads; xla; heads",
+                "int8; blockwise; heads",
             ],
             marks=pytest.mark.slow,
             id="some",
@@ -323,10 +387,41 @@ def test_compiled_program_sends_only_blocks_that_a_mask_needs(cases):
         assert forward["bytes"] == pairs * (block + positions), case
         # the backward pass sends keys and values again, and their gradients
         assert gradient["bytes"] == pairs * (3 * block + 2 * positions), case
-        assert forward["gathered"] == gradient["gathered"] == 0, case
+        for program in (forward, gradient):
+            assert program["gathered"] == program["exchanged"] == 0, case
         assert f"sends {pairs} of 56 blocks of keys, {forward['bytes']} bytes" in said
         shifts = 1 if case in ("window", "packed") else 7
         assert forward["arrays"] == 3 * shifts, case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([("causal", 8, 8), ("everything", 8, 2)], id="some"),
+        pytest.param(
+            [("zigzag", 16, 8), ("everything", 24, 24), ("causal", 24, 12)],
+            marks=[pytest.mark.long, pytest.mark.timeout(1200)], id="all",
+        ),
+    ],
+)  # fmt: skip
+def test_all_to_all_sends_query_keys_values_and_output_once(cases):
+    """The gradient sends as many bytes again, and nothing is gathered."""
+    names = {case: f"traffic; {'; '.join(map(str, case))}" for case in cases}
+    results = on_devices(8, *SCRIPT, *names.values(), optimise=False)
+    for (layout, N, K), name in names.items():
+        forward, gradient, said = results[name]
+        copied = np.lcm(K, 8)
+        whole = 8192 * 16 * 4 * (2 * N + 2 * copied)  # f32[8192, heads, 16]
+        assert forward["bytes"] == 7 / 8 * whole, name
+        assert gradient["bytes"] == 2 * forward["bytes"], name
+        for program, count in ((forward, 4), (gradient, 8)):
+            found = tuple(program[field] for field in ("arrays", "exchanged", "gathered"))
+            assert found == (count, count, 0), name
+        sent = f"all-to-all over 'context' (8 devices): sends {forward['bytes']} bytes"
+        assert said.startswith(sent), said
+        assert f"alternative: ring over 'context' (8 devices): sends {PAIRS[layout]} of" in said
+        assert (f", with {copied // K} copies of each key head" in said) == (copied > K)
 
 
 @pytest.mark.long

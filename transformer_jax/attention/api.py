@@ -293,11 +293,13 @@ def explain_attention(
     reasons = {name: plan if isinstance(plan, str) else None for name, plan in plans.items()}
     found = (x for x in _plans(call) if isinstance(x[1], Plan))
     chosen, _, split_up = next(found)
-    lengths = split_lengths(call)
+    ways, lengths = split_lengths(call), None
     if split_up is not None:
-        lengths = split_up.describe(call)
-    elif lengths is not None:
-        why = lengths if isinstance(lengths, str) else f"{chosen} computes only whole calls"
+        assert isinstance(ways, list)
+        others = [way.describe(call) for way in ways if way != split_up]
+        lengths = "; alternative: ".join([split_up.describe(call), *others])
+    elif ways is not None:
+        why = ways if isinstance(ways, str) else f"{chosen} computes only whole calls"
         lengths = f"gathered, because {why}"
     in_place = (n for n, plan in plans.items() if isinstance(plan, Plan) and plan.reads_pages)
     return Explanation(reasons, chosen, frozenset(in_place), lengths)
@@ -465,14 +467,18 @@ def _plans(
     If a mesh splits the lengths, the implementations that can compute a part of the keys come
     first. The others run only if there are none, with gathered lengths.
     """
-    lengths = split_lengths(call)
-    if isinstance(lengths, SplitLengths):
+    ways = split_lengths(call)
+    for lengths in ways if isinstance(ways, list) else []:
         local = lengths.local(call)
         for name in _candidates(local, implementation):
-            if IMPLEMENTATIONS[name].refuse_part(call) is None:
+            if lengths.repeats:
+                plan = _plan(name, lengths.repeated(call))
+            elif IMPLEMENTATIONS[name].refuse_part(call) is None:
                 plan = _plan(name, local)
-                if isinstance(plan, Plan):
-                    yield name, plan, lengths
+            else:
+                continue
+            if isinstance(plan, Plan):
+                yield name, plan, lengths
     for name in _candidates(call, implementation):
         yield name, _plan(name, call), None
 
@@ -498,6 +504,10 @@ def _run(
     """Run an implementation with only the arguments that it reads."""
     if call.block_table is not None and not call.plan.reads_pages:
         call = call.gathered()
+    if lengths is not None and lengths.repeats:
+        out, lse = _run(one, lengths.with_split_heads(call))
+        back = lengths.with_split_lengths
+        return back(out), None if lse is None else back(lse)
     if lengths is not None:
         mask = None if call.mask is None else call.mask.closed()
         return attend(one, replace(call, mask=mask), lengths)

@@ -453,7 +453,7 @@ def _check_bias(
     if not _floating(array):
         raise ValueError(f"bias is {array.dtype}: must be floating-point; to hide keys, use a mask")
     shape = (1,) * (4 - len(array.shape)) + array.shape
-    if isinstance(bias, Bias):
+    if isinstance(bias, Bias) or shape == array.shape:
         return bias
     shaped: Any = jax.ShapeDtypeStruct(shape, array.dtype)
     return shaped if isinstance(bias, jax.ShapeDtypeStruct) else bias.reshape(shape)

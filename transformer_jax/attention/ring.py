@@ -4,8 +4,12 @@
 computes each device's part with any implementation that has `Implementation.rows`:
 
     T and S over the same axes   ring: keys and values travel from device to device
+                                 all-to-all: each device gets all tokens of some heads
     only S                       each device attends to its own keys, and the results are merged
     only T                       nothing is sent, because each device has all keys
+
+If both are possible, the one that sends fewer bytes in a forward pass is chosen
+(`SplitLengths.bytes`).
 
 In the ring (Liu et al. 2023), device i has the queries and keys of block i. At shift r it attends
 to block i - r, and it merges the results of all blocks, with scores s_ij of keys j:
@@ -23,6 +27,10 @@ positions works. If mask and positions are known, `SplitLengths.needed` tells wh
 which block. The other blocks are neither sent nor computed: a block travels only as far as it is
 needed, and a shift that no device needs is skipped. If they are traced, all blocks are sent, and
 the implementation skips the tiles that the mask hides.
+
+The all-to-all (Jacobs et al. 2023, DeepSpeed-Ulysses) moves the split from the lengths to the
+heads before the call, and back after it. In between, the call is an ordinary one with split heads,
+so every implementation and every option works, and so do derivatives of any order.
 """
 
 from __future__ import annotations
@@ -51,13 +59,15 @@ from transformer_jax.checks import check_count
 from transformer_jax.kernels import platform
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.kernels.sharding import HEADS, AxisNames, First, Parts, by_types
-from transformer_jax.sharding import axis_names, explicit_mesh, split, vary
+from transformer_jax.sharding import axis_names, by_compiler, explicit_mesh, split, vary
 from transformer_jax.tracing import concrete_value
 
 QUERIES: AxisNames = ("b", "t", "n", None)
 KEYS: AxisNames = ("b", "s", "k", None)
 TRAVELLING = "key", "value", "k_positions", "key_scale", "value_scale"
 """Fields of a call that belong to a block of keys."""
+HEADS_MOVE = "query", "key", "value", "key_scale", "value_scale"
+"""Fields of a call whose heads an all-to-all splits."""
 
 Pairs = tuple[tuple[int, int], ...]
 """(from, to) devices of a transfer."""
@@ -81,7 +91,8 @@ class SplitLengths:
     devices: int  # number of devices along these axes
     queries: bool  # whether T is split
     keys: bool  # whether S is split
-    needed: tuple[tuple[bool, ...], ...] = ()  # [device][block of keys], if both are split
+    needed: tuple[tuple[bool, ...], ...] = ()  # [device][block of keys], in a ring
+    repeats: int = 0  # in an all-to-all, the copies of each key head; otherwise 0
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -119,6 +130,9 @@ class SplitLengths:
         share = {name: parts.full[name] // parts.number(name) for name in parts.full}
         if parts.number("n") > parts.number("k"):
             share["k"] = 1
+        if self.repeats:
+            heads = parts.number("n") * self.devices
+            share |= dict(t=T, s=S, n=N // heads, k=parts.full["k"] * self.repeats // heads)
         wide = call.query.dtype if call.scale_array is None else jnp.promote_types(
             call.query.dtype, jnp.float32
         )  # fmt: skip
@@ -143,6 +157,22 @@ class SplitLengths:
             call, **arrays, scale_array=None, key_scale=None, value_scale=None, shared=None
         )
 
+    def bytes(self, call: AttentionCall) -> int:
+        """Return the number of bytes that the forward pass of a ring or all-to-all sends."""
+        P, (B, T, N, S) = self.devices, call.sizes
+        size = lambda x: 0 if x is None else x.size * x.dtype.itemsize  # noqa: E731
+        of_keys = [getattr(call, name) for name in ("key", "value", "key_scale", "value_scale")]
+        if not self.repeats:
+            places = 4 * S if call.k_positions is None else size(call.k_positions)
+            block = (sum(map(size, of_keys)) + places) // P
+            return sum(len(step.onward) for step in self.steps) * block
+        out = B * T * N * call.value.shape[3] * call.query.dtype.itemsize
+        lse = 4 * B * T * N if call.return_lse else 0
+        heads = size(call.query) + self.repeats * sum(map(size, of_keys)) + out + lse
+        at = call.q_positions, call.k_positions
+        gathered = sum(size(x) for x in at if _splits(x, self.axes))
+        return (P - 1) * heads // P + (P - 1) * gathered
+
     def describe(self, call: AttentionCall) -> str:
         """Return how a call is computed, and how many bytes its forward pass sends."""
         over = f"over {', '.join(map(repr, self.axes))} ({self.devices} devices)"
@@ -150,13 +180,56 @@ class SplitLengths:
             return f"T is split {over}: nothing is sent"
         if not self.queries:
             return f"S is split {over}: each device attends to its own keys, results are merged"
-        sent, P = sum(len(step.onward) for step in self.steps), self.devices
-        arrays = [getattr(call, name) for name in TRAVELLING]
-        block = sum(x.size * x.dtype.itemsize for x in arrays if x is not None) // P
-        if call.k_positions is None:
-            block += 4 * call.sizes[3] // P
-        most = P * (P - 1)
-        return f"ring {over}: sends {sent} of {most} blocks of keys, {sent * block} bytes"
+        if self.repeats:
+            copies = f", with {self.repeats} copies of each key head" if self.repeats > 1 else ""
+            return f"all-to-all {over}: sends {self.bytes(call)} bytes{copies}"
+        sent, most = sum(len(step.onward) for step in self.steps), self.devices**2 - self.devices
+        reason = _refuse_heads(call, self.axes, self.devices)
+        no_other = "" if reason is None else f"; no all-to-all, because {reason}"
+        count = f"sends {sent} of {most} blocks of keys, {self.bytes(call)} bytes"
+        return f"ring {over}: {count}{no_other}"
+
+    def repeated(self, call: AttentionCall) -> AttentionCall:
+        """Return the shapes of the call of an all-to-all, for the plan of an implementation."""
+        arrays: Any = {name: getattr(call, name) for name in HEADS_MOVE if name != "query"}
+        for name, x in arrays.items():
+            if x is not None:
+                shape = (*x.shape[:2], x.shape[2] * self.repeats, *x.shape[3:])
+                arrays[name] = jax.ShapeDtypeStruct(shape, x.dtype)
+        return dataclasses.replace(call, **arrays)
+
+    def with_split_heads(self, call: AttentionCall) -> AttentionCall:
+        """Return the call with all tokens of some heads on each device."""
+        rows, _, heads, *_ = split(call.query)
+        spec = jax.sharding.PartitionSpec(rows, self.axes, heads)
+        arrays: Any = {name: getattr(call, name) for name in HEADS_MOVE}
+        for name, x in arrays.items():
+            if x is not None:
+                copies = 1 if name == "query" else self.repeats
+                copy = partial(jnp.repeat, repeats=copies, axis=2)
+                arrays[name] = self._moved(by_compiler(copy, [x], spec), 2, 1)
+        return dataclasses.replace(call, **arrays, shared=None)
+
+    def with_split_lengths(self, x: jax.Array) -> jax.Array:
+        """Return a result of the call `with_split_heads`, split like the query was."""
+        return self._moved(x, 1, 2)
+
+    def _moved(self, x: jax.Array, to: int, source: int) -> jax.Array:
+        """Move the split over `axes` from one axis of an array to another."""
+        before = [*map(axis_names, split(x, slice(3)))]
+        after = list(before)
+        if to == 2:
+            after[1:] = (), before[2] + self.axes
+        else:
+            after[1:] = self.axes, before[2][: -len(self.axes)]
+        exchange = partial(
+            lax.all_to_all, axis_name=self.axes, split_axis=to, concat_axis=source, tiled=True
+        )
+        specs = (jax.sharding.PartitionSpec(*(one or None for one in x)) for x in (before, after))
+        found: jax.Array = jax.shard_map(
+            exchange, mesh=explicit_mesh(x), in_specs=next(specs), out_specs=next(specs)
+        )(x)
+        return found
 
 
 CHUNK = 512
@@ -203,8 +276,11 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:  # i32[T]
     return positions.reshape(len(chunks), -1)[chunks].ravel()
 
 
-def split_lengths(call: AttentionCall) -> SplitLengths | str | None:
-    """Return how T and S are split, the reason why they are gathered, or None if they are whole."""
+def split_lengths(call: AttentionCall) -> list[SplitLengths] | str | None:
+    """Return the ways to compute with T and S split, starting with the one that sends least.
+
+    The result is the reason if they must be gathered, or None if they are whole.
+    """
     mesh = explicit_mesh(call.query, call.key, call.value)
     if mesh is None or call.block_table is not None:
         return None
@@ -221,8 +297,6 @@ def split_lengths(call: AttentionCall) -> SplitLengths | str | None:
     devices = math.prod(mesh.shape[axis] for axis in axes)
     if devices == 1:
         return None
-    if call.score_mod is not None:
-        return "score_mod is not supported in a ring"
     lengths = SplitLengths(axes, devices, bool(t), bool(s))
     user_bias = isinstance(call.bias, Bias) and not type(call.bias).__module__.startswith(
         Bias.__module__
@@ -231,9 +305,43 @@ def split_lengths(call: AttentionCall) -> SplitLengths | str | None:
         reason = _refuse_code(call, mesh, axes)
         if reason is not None:
             return reason
-    if not (t and s):
-        return lengths
-    return dataclasses.replace(lengths, needed=_needed(call, devices))
+    ways = []
+    if call.score_mod is None:
+        needed = _needed(call, devices) if t and s else ()
+        ways.append(dataclasses.replace(lengths, needed=needed))
+    refused = "T and S are not both split"
+    if t and s:
+        refused = _refuse_heads(call, axes, devices)
+    if refused is None:
+        K = call.key.shape[2]
+        repeats = math.lcm(K, _parts_of_heads(call, devices)) // K
+        ways.append(dataclasses.replace(lengths, repeats=repeats))
+    if not ways:
+        return f"score_mod is not supported in a ring, and all-to-all is not, because {refused}"
+    return sorted(ways, key=lambda way: way.bytes(call)) if len(ways) > 1 else ways
+
+
+def _parts_of_heads(call: AttentionCall, devices: int) -> int:
+    """Return the number of parts into which an all-to-all splits the heads."""
+    mesh = explicit_mesh(call.query)
+    assert mesh is not None
+    return devices * math.prod(mesh.shape[one] for one in axis_names(split(call.query)[2]))
+
+
+def _refuse_heads(call: AttentionCall, axes: tuple[str, ...], devices: int) -> str | None:
+    """Return the reason why an all-to-all cannot split the heads, or None."""
+    # each device needs the same number of query heads, and whole key heads or one copy of one
+    N, K, parts = call.query.shape[2], call.key.shape[2], _parts_of_heads(call, devices)
+    if N % math.lcm(K, parts):
+        rule = f"{math.lcm(K, parts)}, the least common multiple of {parts} parts and {K} key heads"
+        return f"there are {N} query heads: must be a multiple of {rule}"
+    return "the mesh also splits the bias over these axes" if _splits(call.bias, axes) else None
+
+
+def _splits(tree: Any, axes: tuple[str, ...]) -> bool:
+    """Whether one of the mesh axes splits an array."""
+    specs = (split(x) for x in jax.tree.leaves(tree))
+    return any(set(axes) & {*axis_names(one)} for spec in specs for one in spec)
 
 
 def _refuse_code(call: AttentionCall, mesh: AbstractMesh, axes: tuple[str, ...]) -> str | None:
