@@ -298,47 +298,59 @@ def test_each_process_reads_its_own_rows_by_default(folders, monkeypatch):
     assert task.inputs(6).tokens.shape == (2, 2, 13)
 
 
-TWO = """
+PROCESS = """
 import sys
 from functools import partial
 import jax
 import numpy as np
+port, count, index, sizes, folder = sys.argv[1:]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
 from jax.experimental.multihost_utils import process_allgather
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.training.placement import make_placement
 from transformer_jax.training.tasks import load_task
-from transformer_jax.training.tasks.task import ReadsAhead
 model = ModelConfig(d_model=22, num_heads=2, num_layers=1, max_len=13)
-task = load_task(TrainConfig(model=model, data=sys.argv[3], batch_size=6, accumulation=2))
-assert isinstance(task, ReadsAhead)
-task.place = partial(make_placement(MeshConfig(data=2)).rows_of_process, axis=1)
-for step in (0, 1, 7):
+task = load_task(TrainConfig(model=model, data=folder, batch_size=6, accumulation=2))
+place = make_placement(MeshConfig(**eval(f"dict({sizes})")))
+task.place, task.reader = partial(place.rows_of_process, axis=1), place.reader()
+whole = [task.inputs(step, 0, 1).tokens for step in (0, 1, 2)]
+for step in range(3):
     tokens = task.inputs(step).tokens
-    assert tokens.shape == (2, 6, 13) and tokens.addressable_data(0).shape == (2, 3, 13)
+    assert tokens.shape == (2, 6, 13)
     found = process_allgather(tokens, tiled=True)
-    assert np.array_equal(found, task.inputs(step, 0, 1).tokens)
-print("the same")
+    assert np.array_equal(found, whole[step])
+print("part", *task.reader, "shape", *tokens.addressable_data(0).shape)
 """
 
 
 @pytest.mark.long
-def test_two_processes_assemble_one_global_batch(folders):
+@pytest.mark.parametrize(
+    ("sizes", "count", "parts"),
+    [
+        ("data=2", 2, [(0, 2), (1, 2)]),
+        ("context=2", 2, [(0, 1)] * 2),
+        ("data=2,context=2", 4, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ("tensor=2,fsdp=2", 4, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+    ],
+)
+def test_processes_read_only_rows_of_their_devices(folders, sizes, count, parts):
+    """Processes that share rows, such as those along "context", read the same part."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    both = [
+    processes = [
         subprocess.Popen(
-            [sys.executable, "-c", TWO, port, str(process), str(folders / "web")],
+            [sys.executable, "-c", PROCESS, port, str(count), str(i), sizes, str(folders / "web")],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
         )
-        for process in range(2)
+        for i in range(count)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in both]
-    assert all("the same" in text for text in outputs), outputs
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    for text, (index, number) in zip(outputs, parts, strict=True):
+        assert f"part {index} {number} shape 2 {6 // number} 13" in text, text
 
 
 @pytest.mark.parametrize("task", [LanguageTask(), documents()])

@@ -18,6 +18,7 @@ is not divisible by the number of devices.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -145,14 +146,32 @@ class Placement:
             return jax.device_put(batch)
         return self._put(batch, PartitionSpec(*(None,) * axis, ROWS))
 
+    def reader(self) -> tuple[int, int]:
+        """Return (i, n) if this process reads part i of n of the rows of each batch.
+
+        Processes whose devices split the same rows by tokens, heads or widths read the same part.
+        """
+        if self.mesh is None:
+            return 0, 1
+        count = math.prod(self.mesh.shape[axis] for axis in ROWS)
+        rows: dict[int, set[int]] = {}
+        sharding = NamedSharding(self.mesh, PartitionSpec(ROWS))
+        for device, (row,) in sharding.devices_indices_map((count,)).items():
+            rows.setdefault(device.process_index, set()).add(row.start or 0)
+        parts = sorted({tuple(sorted(one)) for one in rows.values()})
+        if len({row for part in parts for row in part}) < sum(map(len, parts)):
+            return 0, 1  # the parts overlap, so each process reads all rows
+        return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
+
     def rows_of_process(self, batch: T, axis: int) -> T:
-        """Put a batch on the devices like `rows`, given only this process's rows (1/P of them)."""
+        """Put a batch on the devices like `rows`, given only the rows of this `reader`."""
         if self.mesh is None:
             return jax.device_put(batch)
+        _, readers = self.reader()
         sharding = NamedSharding(self.mesh, PartitionSpec(*(None,) * axis, ROWS))
 
         def put(x: np.ndarray) -> jax.Array:
-            rows = x.shape[axis] * jax.process_count()
+            rows = x.shape[axis] * readers
             shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
             # each process needs only its own part of the batch
             return jax.make_array_from_process_local_data(sharding, x, shape)

@@ -57,6 +57,7 @@ class Run:
         check_state(self.template, self.frozen)
         if task.place is not None:
             task.place = partial(self.placement.rows_of_process, axis=1)
+            task.reader = self.placement.reader()
         self.resident = self.placement.whole(task.resident)
         self.held_out = self.placement.whole(task.held_out)
         self.saver = checkpoint.Saver(folder.checkpoints, self.config.keep, _check_finite)

@@ -123,8 +123,11 @@ class PreparedText(TrainingTask):
             return found
         if self._ahead is None:
             assert self.place is not None
-            self._ahead = Prefetcher(self.steps(_this_process()), self.place)
+            self._ahead = Prefetcher(self.steps(self._part()), self.place)
         return self._ahead(step)
+
+    def _part(self) -> tuple[int, int]:
+        return self.reader or (jax.process_index(), jax.process_count())
 
     def steps(self, process: tuple[int, int]) -> grain.MapDataset:
         """Return the inputs of each step for a `process`, given as (index, count)."""
@@ -150,7 +153,7 @@ class PreparedText(TrainingTask):
             # empty rows, marked by -1, fill the last batch
             rows = np.arange(-(-total // size) * size)
             batches = np.where(rows < total, rows, -1).reshape(-1, size)
-        process = _this_process()
+        process = self._part()
         if process_index is not None and process_count is not None:
             process = process_index, process_count
         here, read = rows_of_process(size, process), RowReader(self.val_rows)
@@ -190,7 +193,3 @@ class PreparedText(TrainingTask):
             part.read(0, tokens)
             found.append(tokens)
         return found
-
-
-def _this_process() -> tuple[int, int]:
-    return jax.process_index(), jax.process_count()

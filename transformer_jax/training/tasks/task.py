@@ -89,6 +89,8 @@ class TrainingTask:
     place: Callable[[Batch], Batch] | None = None
     """Function that puts the rows of a process on its devices, for a task that prefetches its
     inputs. If it is None, the loop places the result of `inputs`."""
+    reader: tuple[int, int] | None = None
+    """(i, n) if `place` puts part i of n of the rows. None means one part for each process."""
 
     @cached_property
     def model(self) -> AnyModel:
