@@ -471,12 +471,11 @@ def _plans(
     for lengths in ways if isinstance(ways, list) else []:
         local = lengths.local(call)
         for name in _candidates(local, implementation):
-            if lengths.repeats:
-                plan = _plan(name, lengths.repeated(call))
-            elif IMPLEMENTATIONS[name].refuse_part(call) is None:
-                plan = _plan(name, local)
-            else:
+            one = IMPLEMENTATIONS[name]
+            if not lengths.repeats and one.refuse_part(call) is not None:
                 continue
+            whole = lengths.left_to_compiler(one, call)
+            plan = _plan(name, lengths.repeated(call) if whole else local)
             if isinstance(plan, Plan):
                 yield name, plan, lengths
     for name in _candidates(call, implementation):
@@ -504,7 +503,7 @@ def _run(
     """Run an implementation with only the arguments that it reads."""
     if call.block_table is not None and not call.plan.reads_pages:
         call = call.gathered()
-    if lengths is not None and lengths.repeats:
+    if lengths is not None and lengths.left_to_compiler(one, call):
         out, lse = _run(one, lengths.with_split_heads(call))
         back = lengths.with_split_lengths
         return back(out), None if lse is None else back(lse)

@@ -29,8 +29,8 @@ needed, and a shift that no device needs is skipped. If they are traced, all blo
 the implementation skips the tiles that the mask hides.
 
 The all-to-all (Jacobs et al. 2023, DeepSpeed-Ulysses) moves the split from the lengths to the
-heads before the call, and back after it. In between, the call is an ordinary one with split heads,
-so every implementation and every option works, and so do derivatives of any order.
+heads before the call, and back after it. In between, each device computes an ordinary call with its
+heads, so every implementation and every option works, and so do derivatives of any order.
 """
 
 from __future__ import annotations
@@ -189,8 +189,13 @@ class SplitLengths:
         count = f"sends {sent} of {most} blocks of keys, {self.bytes(call)} bytes"
         return f"ring {over}: {count}{no_other}"
 
+    def left_to_compiler(self, one: Implementation, call: AttentionCall) -> bool:
+        """Whether the compiler splits the heads of an all-to-all, because `attend` cannot."""
+        has_parts = type(one).refuse_part is not Implementation.refuse_part
+        return self.repeats > 0 and (call.score_mod is not None or not has_parts)
+
     def repeated(self, call: AttentionCall) -> AttentionCall:
-        """Return the shapes of the call of an all-to-all, for the plan of an implementation."""
+        """Return the shapes of all heads of an all-to-all, for a plan that the compiler splits."""
         arrays: Any = {name: getattr(call, name) for name in HEADS_MOVE if name != "query"}
         for name, x in arrays.items():
             if x is not None:
@@ -404,6 +409,11 @@ def attend(
 
     `call.plan` is the plan for `lengths.local(call)`.
     """
+    if lengths.repeats:
+        whole = SplitLengths((), 1, False, False)
+        results = attend(one, lengths.with_split_heads(call), whole)
+        out, lse = map(lengths.with_split_lengths, results)
+        return out, lse
     query, (q_at, k_at) = call.query, call.positions()
     changes: dict[str, Any] = {}
     if call.scale_array is not None:
@@ -444,8 +454,8 @@ def attend(
         sinks, call = call.sinks, dataclasses.replace(call, sinks=None)
         if lengths.queries and lengths.keys:
             return _Ring(one, lengths).attend(call, sinks)
-        index = lax.axis_index(lengths.axes)
         if lengths.keys:
+            index = lax.axis_index(lengths.axes)
             return _merged(one, lengths, _part(call, lengths, index), sinks)
         sinks = None if sinks is None else sinks[0]
         part = dataclasses.replace(_part(call, lengths, 0), sinks=sinks)
@@ -454,9 +464,9 @@ def attend(
         return out, lse
 
     shapes = (*query.shape[:3], call.value.shape[3]), query.shape[:3]
-    results = QUERIES, QUERIES[:3]
+    axes = QUERIES, QUERIES[:3]
     wanted = split(query, slice(3))
-    out, lse = by_types(of_part, leaves, names, shapes, results, parts, wanted)
+    out, lse = by_types(of_part, leaves, names, shapes, axes, parts, wanted)
     return out.astype(query.dtype), lse
 
 
