@@ -11,7 +11,8 @@ t = T / P tokens on a device and w bytes for each number of the compute dtype, a
     parameters        gathered forward and backward, and gradients scattered in float32: (Q - 1) / Q
                       (2 w + 4) bytes for each parameter, with Q = fsdp P
 
-A layer with a window sends only the blocks that the window reaches.
+A layer with a window sends only the blocks that the window reaches. Attention by all-to-all, which
+runs if it sends fewer bytes than the ring, is not counted.
 """
 
 from __future__ import annotations
