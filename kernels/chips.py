@@ -129,7 +129,7 @@ def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
         lanes = sum(-(-width // TPU_LANES) * TPU_LANES for width in (H, Hv))
         slots = TPU_FEW_BYTES // 2 // (K * lanes * itemsize)
         return Blocks(64, min(2048, max(TPU_LANES, 1 << max(slots, 1).bit_length() - 1)))
-    wide = kind != "bias" and itemsize == 2 and max(H, Hv) <= 256
+    wide = kind not in ("bias", "score") and itemsize == 2 and max(H, Hv) <= 256
     return Blocks(512, 1024 if wide else 512)
 
 

@@ -3,14 +3,15 @@
 The scores s_ij of one head are computed over the listed tiles, in base 2 or e depending on the
 backend:
 
-    s_ij = cap(scale q_i . k_j) + bias_ij,  -inf where not visible;  cap(x) = c tanh(x / c) or x
+    x_ij = cap(scale q_i . k_j) + bias_ij                  cap(x) = c tanh(x / c) or x
+    s_ij = g(x_ij) with a function of the score, or x_ij; -inf where not visible
     m_i = max_j s_ij      l_i = sum_j exp(s_ij - m_i)      p_ij = exp(s_ij - m_i - log l_i)
     out_i = sum_j p_ij f_ij v_j                            dropout factor f_ij: 0 or 1/(1 - rate)
 
 A sink is added to m and l after all keys, unless the row is fully masked. For the backward pass,
 the caller computes D_i = do_i . out_i - dlse_i. The gradients are:
 
-    ds_ij = p_ij (f_ij do_i . v_j - D_i)                   du_ij = ds_ij (1 - tanh^2)
+    ds_ij = p_ij (f_ij do_i . v_j - D_i) g'(x_ij)          du_ij = ds_ij (1 - tanh^2)
     dv_j = sum_i p_ij f_ij do_i     dq_i = scale sum_j du_ij k_j     dk_j = scale sum_i du_ij q_i
 
 If a pair is not visible, p, ds and du are set to 0 by a select instead of a product, because q_i .
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from transformer_jax.kernels import Target
     from transformer_jax.kernels.program import Program
+    from transformer_jax.kernels.score_function import ScoreProgram
 
 LOWEST = -3.4028235e38  # initial running maximum, which is finite to avoid inf - inf
 
@@ -60,6 +62,8 @@ class Problem:
     tile. It hides every key at a negative position (key vector 0). If `Operands.pairs` is present,
     its tile is passed as an additional key vector. If the mask is None, every listed tile is full.
     """
+    score: ScoreProgram | None = None
+    """Function of a score, which is called with (scores, q positions, k positions, values)."""
     nondeterministic: bool = False
     """Whether dq may be summed in the order in which programs finish, so that its last bits
     vary."""
@@ -117,6 +121,9 @@ class Operands(NamedTuple):
     k_scale: jax.Array | None = None  # f32[B, S, K] if key is int8; only `decode` reads it
     v_scale: jax.Array | None = None  # f32[B, S, K] if value is int8
     pages: jax.Array | None = None  # i32[B, M], each in 0..P - 1; only `decode` reads it
+    score_values: Vectors | None = None
+    """Values that `Problem.score` reads, f32 or i32[B or 1, N or 1, T or 1, S or 1], with T or S
+    equal to 1; None without a function."""
 
     @property
     def page(self) -> int | None:
@@ -139,6 +146,7 @@ class Operands(NamedTuple):
             q_vectors=tuple(x[:, :T] for x in self.q_vectors),
             pairs=first(self.pairs),
             bias=first(self.bias),
+            score_values=jax.tree.map(first, self.score_values),
         )
 
 
@@ -210,7 +218,9 @@ def tile_lists(classes: Array) -> TileLists:  # from [B or 1, N or 1, rows, colu
 
 # The interface of a backend
 
-Kind = Literal["forward", "dq", "dkdv", "bias", "single_pass", "single_pass_rows", "decode"]
+Kind = Literal[
+    "forward", "dq", "dkdv", "bias", "score", "single_pass", "single_pass_rows", "decode"
+]
 Kernel = Callable[..., jax.Array | tuple[jax.Array | None, ...]]
 Kernels = Mapping[Kind, Kernel]
 
@@ -230,6 +240,8 @@ class Backend:
         dq                 dq, and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|
         dkdv               dk, dv
         bias               dbias, f32 of the bias's shape
+        score              for each floating-point value of a function of the score, the sums of its
+                           gradient, f32[B, N, T], or f32[B, N, S] if it differs between keys
         single_pass        dq, dk, dv, and with learned slopes f32[B, N, S], summed over i
         single_pass_rows   dq, dk, dv, and with learned slopes f32[B, N, T]; lists are by query
 
@@ -261,6 +273,8 @@ class Backend:
     page: int = 0
     """Number that must divide the page size for `decode` to read pages in place, or 0 if it never
     does."""
+    score: bool = False
+    """Whether the kernels support `Problem.score`."""
     wide: bool = False
     """Whether `forward` supports `Problem.wide`."""
     narrow: bool = False

@@ -193,6 +193,14 @@ def _passes(problem: Problem, target: Target) -> tuple[Callable[..., Tree], Pass
                 return x.sum(axis=(0, 2))[None]
             return fixed_sum(jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1))[None]
 
+        values = operands.score_values
+        if values is not None and any(wanted[0].score_values):
+            floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in values]
+            found = iter(run("score", *[ROWS] * sum(floating)))
+            values = tuple(
+                _summed_to(x.shape, next(found)) if is_floating else x
+                for x, is_floating in zip(values, floating, strict=True)
+            )
         dslopes = over_rows(slope_rows[0]) if learns else operands.slopes
         if sinks is not None:
             weights = jnp.exp(sinks[..., None] - rows.row_max - rows.log_sum)
@@ -201,11 +209,18 @@ def _passes(problem: Problem, target: Target) -> tuple[Callable[..., Tree], Pass
         [((dk, dk_scale), (dv, dv_scale))] = narrow([dk, dv])
         gradients = narrow_operands._replace(
             query=dq, key=dk, value=dv, bias=dbias, slopes=dslopes, sinks=dsinks,
-            k_scale=dk_scale, v_scale=dv_scale,
+            k_scale=dk_scale, v_scale=dv_scale, score_values=values,
         )  # fmt: skip
         return gradients, lists, known
 
     return compute, Passes(forward, backward, plain)
+
+
+def _summed_to(shape: tuple[int, ...], rows: jax.Array) -> jax.Array:
+    """Return the gradient of a value, given its sums over keys or queries, f32[B, N, T or S]."""
+    rows = rows[..., None] if shape[3] == 1 else rows[:, :, None]
+    summed = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    return rows.sum(axis=summed, keepdims=True)
 
 
 def widened(operands: Operands) -> tuple[Operands, Callable[[list[jax.Array]], Tree]]:

@@ -81,6 +81,7 @@ class PackedQueries:
             q_vectors=tuple(self._filled(jnp.tile(v, self.group), 1) for v in x.q_vectors),
             pairs=None if x.pairs is None else self.pairs(x.pairs),
             bias=None if x.bias is None else self.pairs(x.bias),
+            score_values=jax.tree.map(self.pairs, x.score_values),
             slopes=per_row(x.slopes),
             sinks=per_row(x.sinks),
         )

@@ -326,6 +326,10 @@ class _Tiles:
             s = s - operands.slopes[..., None, None] * self.distances(i, j)
         if operands.bias is not None:
             s = s + self.pairs(operands.bias, i, j).astype(jnp.float32)
+        if problem.score is not None:
+            (of_q, *_), (of_k, *_) = self.vectors(i, j)
+            values = [self.pairs(x, i, j) for x in operands.score_values or ()]
+            s = problem.score(s, of_q, of_k, values)
         seen = jnp.broadcast_to(seen, s.shape)
         return jnp.where(seen, s, -jnp.inf), seen, t
 

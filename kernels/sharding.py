@@ -464,6 +464,7 @@ def _axis_names(tree: Arguments) -> list[AxisNames]:
     lists = [TILES, ROWS, ROWS]
     lists += [TILES] * (tree[1].visits is not None) + [ROWS] * (tree[1].rows is not None)
     lists += [ROWS] * (tree[1].visit_counts is not None)
+    present += [TILES] * len(operands.score_values or ())
     return [QUERIES, keys, keys, *vectors, *present, *lists, *saved]
 
 

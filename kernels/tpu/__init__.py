@@ -20,7 +20,12 @@ from transformer_jax.kernels import Target
 from transformer_jax.kernels.chips import TPU_LANES, TPU_LIST_BYTES
 from transformer_jax.kernels.chips import tpu_blocks as blocks
 from transformer_jax.kernels.contract import Backend, Shaped
-from transformer_jax.kernels.tpu.backward import backward_bias, backward_dkdv, backward_dq
+from transformer_jax.kernels.tpu.backward import (
+    backward_bias,
+    backward_dkdv,
+    backward_dq,
+    backward_score,
+)
 from transformer_jax.kernels.tpu.backward_single_pass import backward_single_pass_rows, sums_fit
 from transformer_jax.kernels.tpu.decode import decode
 from transformer_jax.kernels.tpu.forward import forward
@@ -53,6 +58,7 @@ BACKEND = Backend(
         "dq": backward_dq,
         "dkdv": backward_dkdv,
         "bias": backward_bias,
+        "score": backward_score,
         "single_pass_rows": backward_single_pass_rows,
     },
     refuse=refuse,
@@ -61,6 +67,7 @@ BACKEND = Backend(
     sums_fit=sums_fit,
     list_bytes=TPU_LIST_BYTES,
     heads_first=True,
+    score=True,
     wide=True,
     shortest=TPU_LANES,  # the minimum tile width
     decode_rows=64,

@@ -76,8 +76,8 @@ def backward_dq(
         sums.begin()
 
         def tile(masked: bool) -> None:
-            _, ds, du = score_gradients(problem, x, step, masked)
-            sums.add(ds, du.astype(operands.query.dtype))
+            of_tile = score_gradients(problem, x, step, masked)
+            sums.add(of_tile.ds, of_tile.du.astype(operands.query.dtype))
 
         step.visit(tile)
         sums.write()
@@ -106,9 +106,9 @@ def backward_dkdv(
             clear(dk_sum, dv_sum)
 
         def tile(masked: bool) -> None:
-            p, _, du = score_gradients(problem, x, step, masked)
-            dv_sum[...] += dot(p.astype(dtype), x.do[...], 1, 0)
-            dk_sum[...] += dot(du.astype(dtype), x.query[...], 1, 0)
+            of_tile = score_gradients(problem, x, step, masked)
+            dv_sum[...] += dot(of_tile.p.astype(dtype), x.do[...], 1, 0)
+            dk_sum[...] += dot(of_tile.du.astype(dtype), x.query[...], 1, 0)
 
         step.visit(tile)
 
@@ -141,7 +141,7 @@ def backward_bias(
             clear(out)
 
         def tile(masked: bool) -> None:
-            _, ds, _ = score_gradients(problem, x, step, masked)
+            ds = score_gradients(problem, x, step, masked).ds
             if bias[3] == 1:
                 out[...] += ds.sum(axis=0, keepdims=True)
             elif bias[2] == 1:
@@ -166,6 +166,46 @@ def backward_bias(
         return rows.sum(axis=reduce, keepdims=True)
     (pairs,) = by_pairs(*args, lists, blocks, writes=[("pairs", bias, jnp.float32)])
     return pairs
+
+
+def backward_score(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
+) -> tuple[jax.Array, ...]:  # f32[B, N, T or S] each
+    """Return the gradients of the values that a function of a score reads, summed over a tile."""
+    assert operands.score_values is not None
+    (B, T, N, _), S = operands.query.shape, operands.key.shape[1]
+    values = [x for x in operands.score_values if x.dtype == jnp.float32]
+    found: dict[int, jax.Array] = {}
+    # as for a bias, a sum over keys is a row of queries, and the other way around
+    for axis in (0, 1):
+        places = [i for i, x in enumerate(values) if (x.shape[3] > 1) == (axis == 1)]
+        if not places:
+            continue
+
+        def kernel(
+            step: GridStep, x: TileInputs, *sums: Ref, axis: int = axis, places: list[int] = places
+        ) -> None:
+            @pl.when(step.first)
+            def _() -> None:
+                clear(*sums)
+
+            def tile(masked: bool) -> None:
+                gradients = score_gradients(problem, x, step, masked).values
+                for out, i in zip(sums, places, strict=True):
+                    out[...] += gradients[i].sum(axis=axis, keepdims=True).reshape(out.shape)
+
+            step.visit(tile)
+
+        args = "attention_score", kernel, problem, operands, saved
+        if axis == 0:
+            writes = [("query row", (B, N, 1, T), jnp.float32)] * len(places)
+            rows = by_queries(*args, lists, blocks, writes=writes)
+        else:
+            writes = [("key row", (B, N, 1, S), jnp.float32)] * len(places)
+            by_key = tile_lists(classes_of(lists).swapaxes(2, 3))
+            rows = by_keys(*args, by_key, blocks, writes=writes, heads=N)
+        found |= zip(places, (x.reshape(B, N, -1) for x in rows), strict=True)
+    return tuple(found[i] for i in range(len(values)))
 
 
 def clear(*sums: Ref) -> None:

@@ -61,7 +61,7 @@ def backward_single_pass_rows(
         sums.begin()
 
         def tile(masked: bool) -> None:
-            p, ds, du = score_gradients(problem, x, step, masked)
+            p, ds, du, _ = score_gradients(problem, x, step, masked)
             keys = pl.ds(pl.multiple_of(jnp.asarray(step.j), blocks.k), blocks.k)
             # the sums of all keys stay in VMEM, because each row of tiles adds to all of them
             dv_sums[keys] += dot(p.astype(dtype), x.do[...], 1, 0)

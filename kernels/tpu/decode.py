@@ -212,6 +212,7 @@ def _laid_out(packed: Operands, k: int) -> TileInputs:
         k_vectors=tuple(x[:, None, None] for x in packed.k_vectors),
         pairs=packed.pairs,
         bias=packed.bias,
+        score_values=packed.score_values,
         slopes=column(packed.slopes),
         sinks=column(packed.sinks),
         k_scale=by_head(packed.k_scale),
@@ -293,6 +294,9 @@ def _scores(problem: Problem, x: TileInputs, raw: jax.Array) -> jax.Array:  # f3
         s = s + x.bias[...].astype(jnp.float32)
     if x.slopes is not None:
         s = s - x.slopes[...] * jnp.abs(queries[0] - keys[0]).astype(jnp.float32)
+    if problem.score is not None:
+        s = problem.score(s, queries[0], keys[0], [value[...] for value in x.score_values])
+        s = jnp.where(s < jnp.inf, s, jnp.inf)
     if problem.visible is not None:
         if x.pairs is not None:
             keys.append(x.pairs[...].astype(jnp.int32))

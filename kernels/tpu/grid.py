@@ -55,7 +55,7 @@ class GridStep(NamedTuple):
     i: Index  # index of the first query
     j: Index  # index of the first key
     heads: int
-    bias_shape: tuple[int, ...]
+    kinds: TileInputs  # of the inputs
     first: Index  # whether it is the first step of a result
     last: Index
     full: Index
@@ -74,15 +74,21 @@ class GridStep(NamedTuple):
         keys, parts = x.key.shape[0], []
         if keys % size:
             return [(self, x)]
-        by_key = x.bias is not None and self.bias_shape[1] > 1
         for at in range(0, keys, size):
             here = pl.ds(at, size)
+
+            def of_keys(kind: str, ref: Ref, here: Span = here) -> Ref:
+                return ref.at[:, here] if kind in ("key row", "pairs") else ref
+
+            kinds = self.kinds.bias, self.kinds.score_values
+            bias, score_values = jax.tree.map(of_keys, kinds, (x.bias, x.score_values))
             part = x._replace(
                 key=x.key.at[here],
                 value=x.value.at[here],
                 k_vectors=tuple(vector.at[:, here] for vector in x.k_vectors),
                 pairs=None if x.pairs is None else x.pairs.at[here],
-                bias=x.bias.at[:, here] if by_key else x.bias,
+                bias=bias,
+                score_values=score_values,
             )
             parts.append((self._replace(j=self.j + at), part))
         return parts
@@ -91,12 +97,12 @@ class GridStep(NamedTuple):
         """Return the value for this head from a flattened array [B or 1, N]."""
         return ref[self.n if ref.shape[0] == self.heads else self.b * self.heads + self.n]
 
-    def by_key(self, tile: jax.Array) -> jax.Array:
-        """Transpose a tile of the bias to [block_k or 1, block_q or 1]."""
-        T, S = self.bias_shape
-        if T > 1 and S > 1:
-            return tile.T
-        return column(tile) if S > 1 else tile
+
+def by_key(kind: str, tile: jax.Array) -> jax.Array:
+    """Transpose a tile of a bias or value to [block_k or 1, block_q or 1]."""
+    if kind == "pairs":
+        return tile.T
+    return column(tile) if kind == "key row" else tile
 
 
 def column(row: jax.Array) -> jax.Array:  # [1, block_k] -> [block_k, 1]
@@ -279,7 +285,6 @@ def _run(
     later = *walk.sharers, walk.visits.longest
     grid: tuple[Any, ...] = *walk.lead, *(later if walk.axis == 3 else later[::-1])
     N, blocks, packing = operands.query.shape[2], walk.blocks, walk.visits.packing
-    bias_shape = (0, 0) if operands.bias is None else operands.bias.shape[2:]
     result_of = packing.row if classes is None else packing.tile
 
     def body(*refs: Ref) -> None:
@@ -310,9 +315,7 @@ def _run(
             others = others[1:]  # skip the zeros that initialize the results
         is_partial = None if problem.visible is None else kind == PARTIAL
         q0, k0 = i * blocks.q, j * blocks.k
-        step = GridStep(
-            b, n, q0, k0, N, bias_shape, first, last, kind == FULL, is_partial, begins, ends
-        )
+        step = GridStep(b, n, q0, k0, N, kinds, first, last, kind == FULL, is_partial, begins, ends)
         kernel(step, x, *others)
 
     # sums stay in VMEM along the last axes, so only rows and heads may run in any order

@@ -31,18 +31,23 @@ class TileInputs(NamedTuple):
     D: Field
     k_scale: Field = None  # [B, K, S], for the decode kernel if keys and values are int8
     v_scale: Field = None
+    score_values: Field = None  # a tuple if there is a function of a score
 
 
 def tile_inputs(operands: Operands, saved: Residuals | None) -> tuple[TileInputs, TileInputs]:
     """Return the arrays in the layout that kernels use, and the kind of each array."""
-    bias, kind = operands.bias, None
-    if bias is not None:
-        T, S = bias.shape[2:]
-        kind = {(0, 0): "one", (0, 1): "key row", (1, 0): "query row", (1, 1): "pairs"}[
-            T > 1, S > 1
-        ]
-        # per-query values are a row along the lanes, even if they are a column of the array
-        bias = bias.swapaxes(2, 3) if kind == "query row" else bias
+
+    def kind_of(x: jax.Array) -> str:  # [.., T or 1, S or 1]
+        kinds = {(0, 0): "one", (0, 1): "key row", (1, 0): "query row", (1, 1): "pairs"}
+        return kinds[x.shape[2] > 1, x.shape[3] > 1]
+
+    # per-query values are a row along the lanes, even if they are a column of the array
+    def laid_out(x: jax.Array) -> jax.Array:
+        return x.swapaxes(2, 3) if kind_of(x) == "query row" else x
+
+    like_bias = operands.bias, operands.score_values
+    bias, score_values = jax.tree.map(laid_out, like_bias)
+    bias_kind, value_kinds = jax.tree.map(kind_of, like_bias)
     words = operands.dropout
     arrays = TileInputs(
         query=operands.query.swapaxes(1, 2),
@@ -59,10 +64,12 @@ def tile_inputs(operands: Operands, saved: Residuals | None) -> tuple[TileInputs
         row_max=None if saved is None else saved.row_max[:, :, None],
         log_sum=None if saved is None else saved.log_sum[:, :, None],
         D=None if saved is None else saved.D[:, :, None],
+        score_values=score_values,
     )
     kinds = TileInputs(
-        "query", "key", "key", "query row", "key row", "transposed pairs", kind,
+        "query", "key", "key", "query row", "key row", "transposed pairs", bias_kind,
         "scalars", "scalars", "scalars", "query", "query row", "query row", "query row",
     )  # fmt: skip
     for_each = zip(kinds, arrays, strict=True)
-    return arrays, TileInputs(*(jax.tree.map(lambda _, kind=kind: kind, x) for kind, x in for_each))
+    kinds = TileInputs(*(jax.tree.map(lambda _, kind=kind: kind, x) for kind, x in for_each))
+    return arrays, kinds._replace(score_values=value_kinds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,8 @@ from jax import lax
 
 from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.dropout import keep
-from transformer_jax.kernels.tpu.grid import GridStep, column
+from transformer_jax.kernels.score_function import ScoreProgram
+from transformer_jax.kernels.tpu.grid import GridStep, by_key, column
 from transformer_jax.kernels.tpu.inputs import TileInputs
 
 
@@ -27,11 +30,12 @@ def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
 
 
 def unit(x: TileInputs) -> float:
-    """Return the factor for scores, which is log2(e) without a bias and slopes, or else 1."""
+    """Return the factor for scores: log2(e) without a bias, slopes and a function, or else 1."""
     # with log2(e), an exponential is one instruction, and the factor is part of the scale. A bias
     # would need another product, which would convert the lowest finite number to -inf, which means
     # masked
-    return math.log2(math.e) if x.bias is None and x.slopes is None else 1.0
+    natural = x.bias is not None or x.slopes is not None or x.score_values is not None
+    return 1.0 if natural else math.log2(math.e)
 
 
 def power(x: TileInputs, s: jax.Array) -> jax.Array:
@@ -43,6 +47,17 @@ def scores(
     problem: Problem, x: TileInputs, step: GridStep, masked: bool
 ) -> tuple[jax.Array, jax.Array | None]:  # [block_k, block_q]
     """Return s times `unit`, and the tanh in the softcap."""
+    s, tanh = _before_function(problem, x, step)
+    if problem.score is not None:
+        s = _function(problem.score, x)(s, _values(x, step))
+        # NaN and inf break the query: inf - inf is NaN
+        s = jnp.where(s < jnp.inf, s, jnp.inf)
+    return _masked(problem, x, s) if masked else s, tanh
+
+
+def _before_function(
+    problem: Problem, x: TileInputs, step: GridStep
+) -> tuple[jax.Array, jax.Array | None]:
     raw = dot(x.key[...], x.query[...], 1, 1)
     if problem.softcap is None:
         s, tanh = raw * (problem.scale * unit(x)), None
@@ -50,34 +65,74 @@ def scores(
         tanh = jnp.tanh(raw * (problem.scale / problem.softcap))
         s = tanh * (problem.softcap * unit(x))
     if x.bias is not None:
-        s = s + step.by_key(x.bias[...].astype(jnp.float32))
+        s = s + by_key(step.kinds.bias, x.bias[...].astype(jnp.float32))
     if x.slopes is not None:
         s = s - step.scalar(x.slopes) * distances(x)
-    if masked:
-        assert problem.visible is not None
-        queries = tuple(vector[...] for vector in x.q_vectors)
-        keys = tuple(column(vector[...]) for vector in x.k_vectors)
-        if x.pairs is not None:
-            keys += (x.pairs[...].astype(jnp.int32),)
-        s = jnp.where(problem.visible(queries, keys), s, -jnp.inf)
     return s, tanh
+
+
+def _values(x: TileInputs, step: GridStep) -> list[jax.Array]:
+    """Return the values that the function of a score reads."""
+    return [
+        by_key(kind, ref[...])
+        for kind, ref in zip(step.kinds.score_values, x.score_values, strict=True)
+    ]
+
+
+def _function(
+    function: ScoreProgram, x: TileInputs
+) -> Callable[[jax.Array, Sequence[jax.Array]], jax.Array]:
+    """Return the function of (scores, values) of a tile."""
+    q_positions, k_positions = x.q_vectors[0][...], column(x.k_vectors[0][...])
+    return lambda s, values: function(s, q_positions, k_positions, values)
+
+
+def _masked(problem: Problem, x: TileInputs, s: jax.Array) -> jax.Array:
+    """Return the scores, with -inf for hidden pairs."""
+    assert problem.visible is not None
+    queries = tuple(vector[...] for vector in x.q_vectors)
+    keys = tuple(column(vector[...]) for vector in x.k_vectors)
+    if x.pairs is not None:
+        keys += (x.pairs[...].astype(jnp.int32),)
+    return jnp.where(problem.visible(queries, keys), s, -jnp.inf)
+
+
+class ScoreGradients(NamedTuple):
+    """Gradients of a tile, [block_k, block_q] each."""
+
+    p: jax.Array  # after dropout
+    ds: jax.Array  # before the function of a score
+    du: jax.Array
+    values: list[jax.Array]  # of the floating-point values of the function
 
 
 def score_gradients(
     problem: Problem, x: TileInputs, step: GridStep, masked: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # [block_k, block_q]
-    """Return p after dropout, ds and du."""
-    s, tanh = scores(problem, x, step, masked)
+) -> ScoreGradients:
+    """Return p and the gradients of a tile."""
+    s, tanh = _before_function(problem, x, step)
+    if problem.score is not None:
+        modify = _function(problem.score, x)
+        values = [jnp.broadcast_to(value, s.shape) for value in _values(x, step)]
+        s, pull_back = jax.vjp(modify, s, values)
+        # a broken query passes no gradient
+        s = jnp.where(s < jnp.inf, s, -jnp.inf)
+    s = _masked(problem, x, s) if masked else s
     # subtract m and log l separately, because their sum has no bits left for log l if scores are
     # large
     p = power(x, s - x.row_max[...] * unit(x) - x.log_sum[...] * unit(x))
     dp = dropped(problem, dot(x.value[...], x.do[...], 1, 1), x, step)
     ds = p * (dp - x.D[...])
+    # the products of hidden pairs may have overflowed, and their derivatives may be NaN
+    seen = lambda ds: jnp.where(s > -jnp.inf, ds, 0.0)  # noqa: E731
+    dvalues = list[jax.Array]()
+    if problem.score is not None:
+        ds, found = pull_back(seen(ds))
+        ds, *dvalues = map(seen, (ds, *(x for x in found if x.dtype == jnp.float32)))
     du = ds if tanh is None else ds * (1 - tanh * tanh)
-    # the products of hidden pairs may have overflowed
     if masked:
-        ds, du = (jnp.where(s > -jnp.inf, x, 0.0) for x in (ds, du))
-    return dropped(problem, p, x, step), ds, du
+        ds, du = seen(ds), seen(du)
+    return ScoreGradients(dropped(problem, p, x, step), ds, du, dvalues)
 
 
 def dropped(problem: Problem, p: jax.Array, x: TileInputs, step: GridStep) -> jax.Array:

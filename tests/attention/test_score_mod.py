@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from functools import partial
 
 import jax
@@ -20,7 +22,9 @@ from transformer_jax.attention.api import (
 )
 from transformer_jax.attention.arguments import check_call
 from transformer_jax.attention.blockwise.core import _axis_names
-from transformer_jax.attention.score_mod import ScoreProgram
+from transformer_jax.kernels import Target, tpu, using
+from transformer_jax.kernels.contract import Blocks
+from transformer_jax.kernels.score_function import ScoreProgram
 
 pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
 
@@ -38,6 +42,10 @@ def test_every_array_of_a_call_has_axis_names():
 
 
 EVERYWHERE = "xla", "blockwise"
+KINDS = "forward", "single_pass_rows", "dq", "dkdv", "bias", "score"
+# tiles that divide no length
+TPU = Target("tpu", True, blocks=tuple((kind, Blocks(16, 24)) for kind in KINDS))
+WITH_TPU = *EVERYWHERE, pytest.param("pallas", marks=pytest.mark.slow)
 B, T, S, N, K = 2, 45, 130, 4, 2
 Q_AT = np.stack([np.arange(T) + 80, np.arange(T) + 31])
 IDS = np.sort(np.random.default_rng(4).integers(0, 3, (B, 400)), axis=1)
@@ -63,30 +71,70 @@ def arrays_of_case(case: str) -> dict[str, jax.Array]:
     return {n: drawn[n] for n in names} | {n: jnp.asarray(x, jnp.float32) for n, x in more.items()}
 
 
+# Functions of a score; the same text serves JAX and NumPy
+
+
 def modified(xp, arrays, score, b, h, q, k):
-    """Return a score that depends on everything; the same text serves JAX and NumPy."""
+    """Depends on everything, with look-ups by pair."""
     turned = xp.where((q - k) % 3 == 0, score * arrays["weights"][(q + h) % 5], xp.tanh(score))
     return turned + arrays["table"][b, h, (q + k) % 7] * xp.sin(score)
 
 
-def loss_of(implementation, options):
+def decay(xp, arrays, score, b, h, q, k):
+    return score - xp.abs(arrays["weights"][h] * 0.1) * xp.abs(q - k)
+
+
+def cap(xp, arrays, score, b, h, q, k):
+    most = 2 + arrays["weights"][0] ** 2
+    return most * xp.tanh(score / most) * (1 + 0.1 * h)
+
+
+def look_ups(xp, arrays, score, b, h, q, k):
+    """Looks up a value by row, head and query, one by key, and one by row, head and key."""
+    turned = score * (1 + 0.2 * arrays["table"][b, h, q % 7]) + arrays["table"][b, h, k % 7]
+    return turned + xp.sin(arrays["weights"][k % 5] * score)
+
+
+def parity(xp, arrays, score, b, h, q, k):
+    """Has integers and conditions of pairs, and hides some pairs by -inf."""
+    odd = xp.where(q % 2 == k % 2, score * xp.abs(score), arrays["table"][b, h, 3])
+    turned = xp.where((q - k) % 3 == 0, score * arrays["weights"][h], odd)
+    return xp.where((h == 1) & ((q - k) // 5 == 2), -xp.inf, turned)
+
+
+FUNCTIONS = {
+    modified: ("table", "weights"),
+    decay: ("weights",),
+    cap: ("weights",),
+    look_ups: ("table", "weights"),
+    parity: ("table", "weights"),
+}
+
+
+def targeted(implementation):
+    """Return a context in which "pallas" runs in the interpreter for TPUs."""
+    return using(TPU) if implementation == "pallas" else contextlib.nullcontext()
+
+
+def loss_of(implementation, function, options):
     def loss(inputs, out_cotangent, lse_cotangent):
         def score_mod(*args):
-            return modified(jnp, inputs, *args)
+            return function(jnp, inputs, *args)
 
         bias = ALiBi(inputs["slopes"]) if "slopes" in inputs else None
-        out, lse = dot_product_attention(
-            inputs["query"], inputs["key"], inputs["value"], score_mod=score_mod, bias=bias,
-            sinks=inputs.get("sinks"), q_positions=jnp.asarray(Q_AT, jnp.int32), return_lse=True,
-            implementation=implementation, **options,
-        )  # fmt: skip
+        with targeted(implementation):
+            out, lse = dot_product_attention(
+                inputs["query"], inputs["key"], inputs["value"], score_mod=score_mod, bias=bias,
+                sinks=inputs.get("sinks"), q_positions=jnp.asarray(Q_AT, jnp.int32),
+                return_lse=True, implementation=implementation, **options,
+            )  # fmt: skip
         seen = jnp.where(jnp.isfinite(lse), lse, 0)
         return (out * out_cotangent).sum() + (seen * lse_cotangent).sum(), (out, lse)
 
     return loss
 
 
-def in_numpy(inputs, visible, softcap):
+def in_numpy(inputs, function, visible, softcap):
     """Return the output and lse in float64, from loops over nothing but NumPy's broadcasting."""
     q, k, v = (inputs[n] for n in ("query", "key", "value"))
     score = np.einsum("bqnd,bknd->bnqk", q, np.repeat(k, N // K, 2)) / np.sqrt(q.shape[3])
@@ -95,7 +143,7 @@ def in_numpy(inputs, visible, softcap):
     if "slopes" in inputs:
         score = score - inputs["slopes"][None, :, None, None] * np.abs(at[0] - at[1])
     b, h = np.arange(B)[:, None, None, None], np.arange(N)[None, :, None, None]
-    score = np.where(visible[:, None], modified(np, inputs, score, b, h, *at), -np.inf)
+    score = np.where(visible[:, None], function(np, inputs, score, b, h, *at), -np.inf)
     sinks = inputs.get("sinks", np.full(N, -np.inf))[None, :, None]
     top = np.maximum(score.max(-1), np.where(np.isfinite(score.max(-1)), sinks, -np.inf))
     shift = np.where(np.isfinite(top), top, 0)
@@ -105,23 +153,46 @@ def in_numpy(inputs, visible, softcap):
     return out, np.where(np.isfinite(top), shift + np.log(total), -np.inf).swapaxes(1, 2)
 
 
-@pytest.mark.parametrize("implementation", EVERYWHERE)
-@pytest.mark.parametrize("case", CASES)
-def test_output_and_directional_derivatives_match_float64(case, implementation):
+KERNEL_CASES = [
+    ("everything", look_ups, "single_pass_rows"),
+    ("causal", decay, "single_pass_rows"),
+    ("everything", cap, "dq"),
+    ("alone", parity, "dq"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "function", "implementation", "kind"),
+    [
+        *((case, modified, name, None) for case in CASES for name in EVERYWHERE),
+        *(
+            pytest.param(case, function, "pallas", kind, marks=[pytest.mark.slow] * (i > 0))
+            for i, (case, function, kind) in enumerate(KERNEL_CASES)
+        ),
+    ],
+)
+def test_output_and_directional_derivatives_match_float64(
+    case, function, implementation, kind, monkeypatch
+):
+    if kind == "dq":
+        two = dataclasses.replace(tpu.BACKEND, sums_fit=lambda *sizes: False)
+        monkeypatch.setattr(tpu, "BACKEND", two)
     options, visible = CASES[case]
     arrays = arrays_of_case(case)
+    for name in {"table", "weights"} - {*FUNCTIONS[function]}:
+        del arrays[name]
     cotangents = arrays.pop("out_cotangent"), arrays.pop("lse_cotangent")
-    loss = loss_of(implementation, options)
+    loss = loss_of(implementation, function, options)
     gradients, (out, lse) = jax.grad(loss, has_aux=True)(arrays, *cotangents)
     wide = {n: np.asarray(x, np.float64) for n, x in arrays.items()}
-    expected = in_numpy(wide, visible, options.get("softcap"))
+    expected = in_numpy(wide, function, visible, options.get("softcap"))
     assert_near(out, expected[0], FORWARD_F32)
     seen = np.isfinite(expected[1])
     np.testing.assert_array_equal(np.isfinite(lse), seen)
     assert_near(np.where(seen, lse, 0), np.where(seen, expected[1], 0), FORWARD_F32)
 
     def value(at):
-        out, lse = in_numpy(at, visible, options.get("softcap"))
+        out, lse = in_numpy(at, function, visible, options.get("softcap"))
         return (out * np.asarray(cotangents[0], np.float64)).sum() + (
             np.where(seen, lse, 0) * np.asarray(cotangents[1], np.float64)
         ).sum()
@@ -139,13 +210,14 @@ def test_output_and_directional_derivatives_match_float64(case, implementation):
         np.testing.assert_allclose(found, slopes, rtol=0, atol=10 * GRADIENT_F32 * size)
 
 
-@pytest.mark.parametrize("implementation", EVERYWHERE)
+@pytest.mark.parametrize("implementation", WITH_TPU)
 def test_score_of_minus_infinity_hides_pair_and_nan_breaks_only_its_query(implementation):
     arrays = draw(9, batch=B, queries=T, keys=T, heads=N, kv_heads=K)
     inputs = arrays["query"], arrays["key"], arrays["value"]
 
     def evaluate(*inputs, **options):
-        return dot_product_attention(*inputs, implementation=implementation, **options)
+        with targeted(implementation):
+            return dot_product_attention(*inputs, implementation=implementation, **options)
 
     def hidden(s, b, h, q, k):
         return jnp.where((k <= q) & (q != 5), s, -jnp.inf)
@@ -172,19 +244,43 @@ def test_score_of_minus_infinity_hides_pair_and_nan_breaks_only_its_query(implem
         assert_near(np.where(expected, 0, out), np.where(expected, 0, evaluate(*inputs)), 1e-6)
 
 
-@pytest.mark.parametrize("implementation", EVERYWHERE)
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", [*EVERYWHERE, "pallas"])
+def test_broken_query_passes_no_gradient(implementation):
+    arrays = draw(17, batch=1, queries=19, keys=29, heads=2, kv_heads=1)
+    inputs = arrays["query"], arrays["key"], arrays["value"], jnp.array([0.3, -0.2])
+
+    def gradients(broken):
+        def loss(query, key, value, weights):
+            def score_mod(s, b, h, q, k):
+                return jnp.where((q == 7) & (k == 3) & broken, jnp.nan, s * weights[h] - q)
+
+            with targeted(implementation):
+                out = dot_product_attention(
+                    query, key, value, score_mod=score_mod, implementation=implementation
+                )
+            return (jnp.where(jnp.arange(19)[:, None, None] == 7, 0, out) ** 2).sum()
+
+        return jax.grad(loss, (0, 1, 2, 3))(*inputs)
+
+    # as if the loss did not read the output of the query
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        assert_near(found, expected, GRADIENT_F32)
+
+
+@pytest.mark.parametrize("implementation", WITH_TPU)
 def test_transformations_of_captured_array_match_loop(implementation):
     arrays = draw(10, batch=1, queries=17, keys=17, heads=2, kv_heads=1)
     inputs = arrays["query"], arrays["key"], arrays["value"]
     table = jnp.linspace(-1, 1, 6).reshape(3, 2)
 
     def loss(row):
-        return (
-            dot_product_attention(
+        with targeted(implementation):
+            out = dot_product_attention(
                 *inputs, score_mod=lambda s, b, h, q, k: s * (1 + row[h]), mask=Causal(),
                 implementation=implementation, dropout_rate=0.2, dropout_key=jax.random.key(3),
-            ) ** 2
-        ).sum()  # fmt: skip
+            )  # fmt: skip
+        return (out**2).sum()
 
     gradient = jax.jit(jax.grad(loss))
     each = jnp.stack([gradient(row) for row in table])
@@ -243,13 +339,14 @@ def test_same_function_written_again_is_compiled_once():
         assert_near(out, expected, FORWARD_F32)
 
 
-@pytest.mark.parametrize("implementation", EVERYWHERE)
+@pytest.mark.parametrize("implementation", [*EVERYWHERE, "pallas"])
 def test_constant_score_averages_the_visible_values(implementation):
     arrays = draw(14, batch=1, queries=9, keys=9, heads=2, kv_heads=2)
-    out = dot_product_attention(
-        arrays["query"], arrays["key"], arrays["value"], mask=Causal(),
-        score_mod=lambda s, b, h, q, k: 0.0, implementation=implementation,
-    )  # fmt: skip
+    with targeted(implementation):
+        out = dot_product_attention(
+            arrays["query"], arrays["key"], arrays["value"], mask=Causal(),
+            score_mod=lambda s, b, h, q, k: 0.0, implementation=implementation,
+        )  # fmt: skip
     means = (
         np.cumsum(np.asarray(arrays["value"], np.float64), axis=1) / np.arange(1, 10)[:, None, None]
     )
@@ -287,7 +384,65 @@ def test_other_implementations_refuse_by_name():
     x = jnp.ones((1, 256, 1, 64))
     found = explain_attention(x, x, x, score_mod=lambda s, b, h, q, k: s)
     assert found["xla"] is None and found["blockwise"] is None
-    others = [name for name in IMPLEMENTATIONS if name not in EVERYWHERE]
+    others = [name for name in IMPLEMENTATIONS if name not in EVERYWHERE and "pal" not in name]
     assert {found[name] for name in others} == {"does not support score_mod"}
+    for name in ("ampere", "hopper"):
+        with using(Target(name)):
+            found = explain_attention(x, x, x, score_mod=lambda s, b, h, q, k: s)
+        assert found["pallas"] == "supports score_mod only on a TPU"
     with pytest.raises(NotImplementedError, match="native: does not support score_mod"):
         dot_product_attention(x, x, x, score_mod=lambda s, b, h, q, k: s, implementation="native")
+
+
+ARRAY = jnp.linspace(-1, 1, 6).reshape(2, 3)
+REFUSED = {
+    "a look-up": lambda s, b, h, q, k: s + ARRAY[h, (q - k) % 3],
+    "reduce_sum": lambda s, b, h, q, k: s + (ARRAY[0] * s).sum(),
+    "while": lambda s, b, h, q, k: jax.lax.while_loop(lambda x: x < q, lambda x: x + 1.0, s),
+    "asinh": lambda s, b, h, q, k: jnp.arcsinh(s),
+    "bfloat16": lambda s, b, h, q, k: s.astype(jnp.bfloat16) * 2,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tpu_kernels_refuse_operations_by_name(name):
+    x = jnp.ones((1, 256, 2, 64))
+    with using(Target("tpu")):
+        reason = explain_attention(x, x, x, score_mod=REFUSED[name])["pallas"]
+        # the same operations are supported if they depend on a query alone
+        before = explain_attention(
+            x, x, x, score_mod=lambda s, b, h, q, k: s + REFUSED[name](1.0 * q, b, h, q, h)
+        )
+    assert name in reason and "score_mod" in reason
+    assert before["pallas"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [1, 3])
+def test_few_queries_are_computed_by_decode_kernel(T):
+    arrays = arrays_of_case("causal")
+    inputs = arrays["query"][:, :T], arrays["key"], arrays["value"]
+    at = jnp.asarray(Q_AT[:, :T], jnp.int32)
+
+    def attend(*inputs, implementation="pallas"):
+        with using(Target("tpu", True)):
+            return dot_product_attention(
+                *inputs, mask=Causal(), q_positions=at, implementation=implementation,
+                score_mod=partial(look_ups, jnp, arrays),
+            )  # fmt: skip
+
+    assert "attention_decode" in str(jax.make_jaxpr(attend)(*inputs))
+    assert_near(attend(*inputs), attend(*inputs, implementation="xla"), 2 * FORWARD_F32)
+
+
+def test_numbers_in_jitted_function_are_read_in_each_call():
+    x = draw(16, batch=1, queries=8, keys=8, heads=2, kv_heads=2)["query"]
+
+    def output(numbers):
+        array = jnp.asarray(numbers)
+        scaled = jax.jit(lambda s, h: s * array[h])
+        return dot_product_attention(x, x, x, score_mod=lambda s, b, h, q, k: scaled(s, h))
+
+    one, other = output([1.0, 2.0]), output([2.0, 1.0])
+    assert_near(one[:, :, 0], dot_product_attention(x, x, x)[:, :, 0], FORWARD_F32)
+    assert_near(other[:, :, 1], dot_product_attention(x, x, x)[:, :, 1], FORWARD_F32)

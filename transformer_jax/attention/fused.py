@@ -116,6 +116,11 @@ class Pallas(Implementation):
             return "computes in float32, but the bias is float64"
         if call.mask is not None and (reason := refuse_mask(call.mask)) is not None:
             return reason
+        if call.score_mod is not None:
+            if not backend.score:
+                return "supports score_mod only on a TPU"
+            if (reason := call.score_mod.program.refused) is not None:
+                return reason
         reason = backend.refuse(where, self.single_pass, query, key, value)
         if reason is not None:
             if by_array:
@@ -131,6 +136,7 @@ class Pallas(Implementation):
         if backend.sums_fit(S, H, Hv):
             gradients = ["single_pass_rows"]
         run: list[Kind] = ["forward", *gradients, "bias"]
+        run += ["score"] if call.score_mod is not None else []
         run += ["decode"] if few else []
         # only the kernel for few queries reads pages in place; its tile size must divide the page
         # size, so it differs from the tile size for contiguous keys
@@ -203,7 +209,7 @@ class Pallas(Implementation):
             return None
         return mask_operands(call)
 
-    reads_rows = True
+    reads_rows = reads_score_mod = True
 
     def refuse_part(self, call: AttentionCall) -> str | None:
         if self.invariant:
@@ -260,6 +266,7 @@ class Pallas(Implementation):
             nondeterministic=self.single_pass,
             invariant=self.invariant,
             packs=plan.packs,
+            score=None if call.score_mod is None else call.score_mod.program,
             interpret=plan.where.interpret,
             processors=plan.where.processors or chips.HOPPER_WITH_FEWER.get(plan.where.chip),
         )
@@ -274,9 +281,16 @@ class Pallas(Implementation):
             # free
             keeps_dtype = min(bias.shape[2:]) > 1 and bias.dtype == query.dtype
             bias = bias if keeps_dtype else bias.astype(jnp.float32)
+        score_values = None
+        if call.score_mod is not None:
+            score_values = call.score_mod.values(*call.positions())
+
+        def to_tiles(x: jax.Array) -> jax.Array:  # [.., T or 1, S or 1]
             for axis, size, padded in ((2, T, padded_T), (3, S, padded_S)):
-                if bias.shape[axis] == size and size != 1:
-                    bias = pad(bias, axis, padded, 0)
+                x = pad(x, axis, padded, 0) if x.shape[axis] == size != 1 else x
+            return x
+
+        bias, score_values = jax.tree.map(to_tiles, (bias, score_values))
         # the decode kernels support keys that end within a tile
         if "decode" not in shared.lists:
             key, value = pad(key, 1, padded_S, 0), pad(value, 1, padded_S, 0)
@@ -294,6 +308,7 @@ class Pallas(Implementation):
             call.key_scale,
             call.value_scale,
             None if call.block_table is None else clip_pages(call.block_table, len(key)),
+            score_values,
         )
         return problem, plan.where, *vary((operands, shared.lists))
 
@@ -303,6 +318,7 @@ class Native(Pallas):
     """Compiled CPU kernels in kernels/cpu."""
 
     single_pass: bool = True  # deterministic on a CPU, where each sum has a fixed order
+    reads_score_mod = False
     pads = False
     evaluates_biases = True
 

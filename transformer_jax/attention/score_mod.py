@@ -9,32 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
 
+from transformer_jax.kernels.score_function import ScoreProgram, inlined
 from transformer_jax.sharding import no_mesh
 from transformer_jax.values import value_class
 
 ScoreFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 """Function (score, row, head, query position, key position) -> score of scalars."""
-
-
-class ScoreProgram:
-    """Trace of a function of one score. Two traces with the same text are equal.
-
-    Calls with equal programs share a compiled program, although a lambda is a new object in each
-    call.
-    """
-
-    def __init__(self, jaxpr: Jaxpr) -> None:
-        self.jaxpr, text = jaxpr, str(jaxpr)
-        # the text does not contain the numbers of an array
-        self.key: object = id(jaxpr) if "[...]" in text else text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ScoreProgram) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
 
 
 @value_class(arrays=("captured", "rows", "heads"), static=("program",), eq=False)
@@ -66,6 +47,11 @@ class ScoreMod:
         ]
         return jax.vmap(several, (0, 0, None, 0, 0))(scores, self.rows, self.heads, *places)
 
+    def values(self, q_positions: jax.Array, k_positions: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the values that a kernel reads, [B or 1, N or 1, T or 1, S or 1] each."""
+        places = self.rows, self.heads, q_positions, k_positions
+        return self.program.values(self.captured, *places)
+
 
 def traced_score_mod(function: ScoreFunction, B: int, N: int, dtype: Any) -> ScoreMod:
     """Trace a function of scalars, so that the arrays that it captures become leaves.
@@ -90,7 +76,7 @@ def traced_score_mod(function: ScoreFunction, B: int, N: int, dtype: Any) -> Sco
     wide = jax.ShapeDtypeStruct((), np.promote_types(dtype, np.float32))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     with no_mesh():
-        traced = jax.make_jaxpr(function)(wide, *[number] * 4)
+        traced = inlined(jax.make_jaxpr(function)(wide, *[number] * 4))
     shapes = [(x.shape, jnp.issubdtype(x.dtype, jnp.floating)) for x in traced.out_avals]
     if shapes != [((), True)]:
         found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in traced.out_avals)
