@@ -12,6 +12,7 @@ calls `gradient.fused_attention`.
     chips      facts about chips: limits, tile sizes, where the kernels are fastest
     packed_queries  the queries of several heads as rows of one tile
     program    a mask as a short sequence of integer operations
+    score_function  a function of a score, divided between XLA and the kernels
     gradient   `fused_attention`, the entry point of every call, with its gradient
     derivatives  forward mode, and derivatives of gradients
     portable   the kernels in plain JAX

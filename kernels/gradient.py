@@ -194,7 +194,7 @@ def _passes(problem: Problem, target: Target) -> tuple[Callable[..., Tree], Pass
             return fixed_sum(jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1))[None]
 
         values = operands.score_values
-        if values is not None and any(wanted[0].score_values):
+        if values is not None and any(jax.tree.leaves(wanted[0].score_values)):
             floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in values]
             found = iter(run("score", *[ROWS] * sum(floating)))
             values = tuple(

@@ -22,16 +22,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from transformer_jax.kernels.program import type_of
 
 Array = jax.Array
 SCORE, ROW, HEAD, QUERY, KEY = range(5)  # the arguments of the function
 
 ELEMENTWISE = {
-    "abs", "add", "and", "ceil", "clamp", "convert_element_type", "copy", "cos", "custom_jvp_call",
+    "abs", "add", "and", "ceil", "clamp", "convert_element_type", "cos", "custom_jvp_call",
     "div", "eq", "erf", "exp", "exp2", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
     "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "rem",
-    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "sign", "sin", "sqrt",
+    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "sin", "sqrt",
     "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
 """Operations on tiles that Mosaic compiles, also for their derivatives."""
@@ -142,7 +145,7 @@ class ScoreProgram:
         def one(*inputs: jax.Array) -> jax.Array:
             known = dict(zip(names, inputs, strict=True))
             for name in parts.values:
-                known[name] = known[name].astype(name.aval.dtype)
+                known[name] = known[name].astype(type_of(name).dtype)
             _run(parts.inside, known)
             (out,) = self.jaxpr.outvars
             return jnp.asarray(_read(out, known), scores.dtype)
@@ -176,9 +179,13 @@ def _run(equations: Iterable[JaxprEqn], known: dict[Var, Any]) -> None:
         inputs = [_read(x, known) for x in equation.invars]
         if equation.primitive.name in CALLS:
             found = _inlined(_called(equation), inputs)
-        elif equation.primitive.name == "sign":  # Mosaic lowers it only if a TPU is attached
-            (x,) = map(jax.lax.stop_gradient, inputs)
-            found = [jnp.where(x > 0, 1, jnp.where(x < 0, -1, x)).astype(x.dtype)]
+        elif equation.primitive.name == "copy":
+            found = inputs
+        # Mosaic lowers `sign` only if a TPU is attached
+        elif equation.primitive.name == "sign" and type_of(equation.outvars[0]).dtype in DTYPES:
+            x = lax.stop_gradient(jnp.asarray(inputs[0]))
+            one = jnp.ones_like(x)
+            found = [lax.select(x > 0, one, lax.select(x < 0, -one, x))]
         else:
             params = equation.primitive.get_bind_params(equation.params)
             found = equation.primitive.bind(*inputs, **params)
@@ -211,7 +218,7 @@ def _refuse(equation: JaxprEqn) -> str | None:
             f"does not support a score_mod that computes {name} from a score, or from a query "
             "and a key"
         )
-    for x in (*equation.invars, *equation.outvars):
-        if x.aval.dtype not in DTYPES:
-            return f"supports only a score_mod in float32 and int32, but {name} uses {x.aval.dtype}"
+    for dtype in (type_of(x).dtype for x in (*equation.invars, *equation.outvars)):
+        if dtype not in DTYPES:
+            return f"supports only a score_mod in float32 and int32, but {name} uses {dtype}"
     return None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.attention_suite import draw
+from tests.support.devices import on_devices
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits
 from transformer_jax import ALiBi, Causal, Dense, Segments, Window
 from transformer_jax.attention.api import (
@@ -446,3 +447,10 @@ def test_numbers_in_jitted_function_are_read_in_each_call():
     one, other = output([1.0, 2.0]), output([2.0, 1.0])
     assert_near(one[:, :, 0], dot_product_attention(x, x, x)[:, :, 0], FORWARD_F32)
     assert_near(other[:, :, 1], dot_product_attention(x, x, x)[:, :, 1], FORWARD_F32)
+
+
+@pytest.mark.slow
+def test_tpu_kernels_on_mesh_match_one_device():
+    result = on_devices(4, "-m", "tests.multi_device.score_on_four", optimise=False)
+    assert max(result["errors"].values()) < GRADIENT_F32 and result["moves"] == []
+    assert result["query"] == ["data", None, "model"]

@@ -156,7 +156,8 @@ def dot_product_attention(
         score_mod: function (score, row, head, q_position, k_position) -> score of scalars, which
             may read other arrays, such as `table[head]`. It is differentiated, also with respect to
             these arrays, and must be differentiable for every pair, even a hidden one. A result of
-            -inf hides the pair. Only "xla" and "blockwise" support it.
+            -inf hides the pair. "xla" and "blockwise" support it. So does "pallas" on a TPU, if
+            the operations on scores and on pairs of positions are elementwise.
         scale: factor for q.k, either a number or an array [N] with one factor per query head. It
             may be traced and differentiated. None means 1 / sqrt(H).
         softcap: bound on the scores, applied before the bias; above 0. None means no bound.
