@@ -327,9 +327,9 @@ class _Tiles:
         if operands.bias is not None:
             s = s + self.pairs(operands.bias, i, j).astype(jnp.float32)
         if problem.score is not None:
-            places = (vectors[0] for vectors in self.vectors(i, j))
+            of_q, of_k = self.vectors(i, j)
             values = [self.pairs(jnp.asarray(x), i, j) for x in operands.score_values or ()]
-            s = problem.score(s, *places, values)
+            s = problem.score(s, of_q[0], of_k[0], values)
         seen = jnp.broadcast_to(seen, s.shape)
         return jnp.where(seen, s, -jnp.inf), seen, t
 
