@@ -166,8 +166,8 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
             "heads": values,
             "output": stream,
         }
-    ends = "input", "up", "input_gate", "output_gate", "hidden", "output"
-    mixers["short_conv"] = dict.fromkeys(ends, stream)
+    gated = "input", "up", "input_gate", "output_gate", "hidden", "output"
+    mixers["short_conv"] = dict.fromkeys(gated, stream)
     if (latent := config.latent_attention) is not None:
         mixers["latent_attention"] = {
             "input": stream,

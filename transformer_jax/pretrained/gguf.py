@@ -573,11 +573,11 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
         case "lfm2":
             layers, name = keys.integer("block_count"), "attention.head_count_kv"
             counts = np.asarray(ObjectKeys.take(keys, name))  # one per layer, 0 for a convolution
-            found = {*counts.tolist()} if counts.dtype.kind in "iu" and counts.ndim == 1 else {0}
-            if len(counts.reshape(-1)) != layers or len(found - {0}) != 1 or min(found) < 0:
+            kinds = {*counts.tolist()} if counts.dtype.kind in "iu" and counts.ndim == 1 else {0}
+            if len(counts.reshape(-1)) != layers or len(kinds - {0}) != 1 or min(kinds) < 0:
                 rule = f"must be a list of {layers} (block_count) of 0 and one other number"
                 keys.fail(name, counts.tolist(), rule)
-            config = _common(keys, "lfm2", max(found))
+            config = _common(keys, "lfm2", max(kinds))
             config["norm_eps"] = config.pop("rms_norm_eps")
             config["layer_types"] = ["full_attention" if count else "conv" for count in counts]
             config["conv_L_cache"] = keys.integer("shortconv.l_cache")
