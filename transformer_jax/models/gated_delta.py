@@ -119,7 +119,7 @@ class GatedDeltaNet(Module):
                 cache = state_cache.advance(cache, state, tail, positions)
         else:
             by_row: Any = jax.tree.map(split, cache)
-            results = split(named["value"]), split(cache.state), by_row
+            results = split(named["value"]), by_row.state, by_row
             arrays = [cache, positions, inputs, named]
             heads, state, cache = by_compiler(partial(_mix_pending, mix), arrays, results)
         visit("gated_delta/state", state)
