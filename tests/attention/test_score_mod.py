@@ -452,5 +452,5 @@ def test_numbers_in_jitted_function_are_read_in_each_call():
 @pytest.mark.slow
 def test_tpu_kernels_on_mesh_match_one_device():
     result = on_devices(4, "-m", "tests.multi_device.score_on_four", optimise=False)
-    assert max(result["errors"].values()) < GRADIENT_F32 and result["moves"] == []
+    assert max(result["errors"].values()) < GRADIENT_F32
     assert result["query"] == ["data", None, "model"]

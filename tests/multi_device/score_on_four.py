@@ -46,7 +46,7 @@ def main() -> None:
     axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes)
     whole = P("data", None, "model")
-    specs = dict(query=whole, key=whole, value=whole, table=P())
+    specs = dict(query=whole, key=whole, value=whole, table=P("data", "model"))
     placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
     compiled = jax.jit(gradients).lower(placed).compile()
     expected, actual = jax.jit(gradients)(arrays), compiled(placed)
