@@ -490,7 +490,7 @@ def test_speculation_with_states_equals_plain_decoding(config):
         got = run(EMPTY(config), proposer=proposer)
         np.testing.assert_array_equal(got.tokens, want.tokens)
         assert_near(got.log_probs, want.log_probs, 2e-5)
-        assert (got.accepted > 0).all() and (got.accepted < got.proposed).any()
+        assert (got.accepted > 0).any() and (got.accepted < got.proposed).any()
         assert got.calls < 16
     same = run(
         EMPTY(config), proposer=Draft(step, params, EMPTY(config)), sampler=Sample(),

@@ -314,9 +314,8 @@ def split_lengths(call: AttentionCall) -> list[SplitLengths] | str | None:
     if call.score_mod is None:
         needed = _needed(call, devices) if t and s else ()
         ways.append(dataclasses.replace(lengths, needed=needed))
-    refused = "T and S are not both split"
-    if t and s:
-        refused = _refuse_heads(call, axes, devices)
+    both = "T and S are not both split"
+    refused = _refuse_heads(call, axes, devices) if t and s else both
     if refused is None:
         K = call.key.shape[2]
         repeats = math.lcm(K, _parts_of_heads(call, devices)) // K

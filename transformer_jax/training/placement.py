@@ -156,7 +156,8 @@ class Placement:
         count = math.prod(self.mesh.shape[axis] for axis in ROWS)
         rows: dict[int, set[int]] = {}
         sharding = NamedSharding(self.mesh, PartitionSpec(ROWS))
-        for device, (row,) in sharding.devices_indices_map((count,)).items():
+        devices: Any = sharding.devices_indices_map((count,))
+        for device, (row,) in devices.items():
             rows.setdefault(device.process_index, set()).add(row.start or 0)
         parts = sorted({tuple(sorted(one)) for one in rows.values()})
         if len({row for part in parts for row in part}) < sum(map(len, parts)):
