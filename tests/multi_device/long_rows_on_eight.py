@@ -82,9 +82,7 @@ def compared(name: str, packed: bool) -> dict[str, Any]:
     split_up = (put(x, P("data", "context")) for x in (tokens, labels, segments))
     compiled = function.lower(*(inputs := (put(params, P()), *split_up))).compile()
     actual = compiled(*inputs)
-    moved = re.findall(
-        r"(f32\[\d+,\d+,[\d,]+\])\S* all-gather(?:-start)?\(", compiled.as_text()
-    )
+    moved = re.findall(r"(f32\[\d+,\d+,[\d,]+\])\S* all-gather(?:-start)?\(", compiled.as_text())
     return dict(error=largest_error(actual, expected), gathered=moved)
 
 
@@ -125,9 +123,7 @@ def balanced(name: str, layout: str) -> dict[str, Any]:
     compiled = both.lower(*inputs).compile()
     actual = compiled(*inputs)
     found = jax.jit(prepare)(inputs[1]).tokens
-    moved = re.findall(
-        r"f32\[(\d+,\d+,[\d,]+)\]\S* all-gather(?:-start)?\(", compiled.as_text()
-    )
+    moved = re.findall(r"f32\[(\d+,\d+,[\d,]+)\]\S* all-gather(?:-start)?\(", compiled.as_text())
     # parts of kernels are gathered before each use, as with "fsdp"
     kernels = {",".join(map(str, x.shape[-3:])) for x in jax.tree.leaves(params)}
     return dict(
