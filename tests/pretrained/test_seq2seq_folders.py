@@ -288,7 +288,8 @@ def test_bart_rejects_separate_vocabularies_and_tied_separate_tables():
             positions=Learned(offset=2), logit_bias=True, activation="gelu", **change,
         )  # fmt: skip
 
-    write_config(FAMILIES["bart"], config(source_vocab_size=41, tie_embeddings=False))
+    written = write_config(FAMILIES["bart"], config(source_vocab_size=41, tie_embeddings=False))
+    assert written["is_encoder_decoder"] is True
     for wrong in (dict(source_vocab_size=43, tie_embeddings=False), dict(source_vocab_size=41)):
         with pytest.raises(ConfigError, match=r"vocab_size is \d+: must be \w+ in the family bart"):
             write_config(FAMILIES["bart"], config(**wrong))
