@@ -521,7 +521,7 @@ def test_tokens_that_a_state_includes_cannot_be_dropped(params):
         ValueError, match="rewind_cache of a StateCache with slack 0: a layer with a state"
     ):
         rewind_cache(cache, jnp.array([3, 3, 3]))
-    rule = "does not support a StateCache: a layer with a state can drop only its last `slack` "
+    rule = "does not support a StateCache: the state of a layer includes all tokens"
     with pytest.raises(ValueError, match=f"rebase_cache {rule}"):
         rebase_cache(init_cache(replace(CONFIG, window=5), 1, 5), replace(CONFIG, window=5))
     step = make_step(build(CONFIG))
@@ -539,7 +539,7 @@ def test_tokens_that_a_state_includes_cannot_be_dropped(params):
         make_step(build(windows)).check_rewind(replace(ring, layers=layers), 2)
     empty = init_cache(CONFIG, 1, T)
     slots = init_slots(step, params, empty, 2, T)
-    with pytest.raises(ValueError, match="shares=True does not support a StateCache: a layer wit"):
+    with pytest.raises(ValueError, match="shares=True does not support a StateCache: the state of"):
         Batcher(slots, params, iter([]), empty, shares=True)
 
 
@@ -577,6 +577,13 @@ def test_unsupported_calls_name_the_reason(params):
         apply(TOKENS, cache=init_cache(replace(CONFIG, mixers=None, gated_delta=None), ROWS, T))
     with pytest.raises(ValueError, match="is of type StateCache, but layer 2"):
         apply(TOKENS, cache=init_cache(ONLY, ROWS, T))
+    wide = replace(CONV, d_model=2 * NK * H + N * HV, num_heads=1, num_kv_heads=1)
+    wide = replace(wide, short_conv=ShortConv(conv_width=W))  # its tail has the same shape
+    state = rf"\({N}, {H}, {HV}\)"
+    with pytest.raises(ValueError, match=rf"state None and .*gated_delta\) needs state {state}"):
+        apply(TOKENS, cache=init_cache(wide, ROWS, T, slack=2))
+    with pytest.raises(ValueError, match=rf"has state {state} and .*short_conv\) needs state None"):
+        build(CONV).apply({"params": {}}, TOKENS, cache=init_cache(CONFIG, ROWS, T))
     with pytest.raises(ValueError, match="a StreamingEncoder needs attention"):
         StreamingEncoder(replace(CONFIG, window=5), frame_dim=3)
     with pytest.raises(ValueError, match="layers with a state have no window"):

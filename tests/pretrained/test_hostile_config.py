@@ -58,6 +58,14 @@ def text(**literals: str) -> bytes:
     return ("{" + ", ".join(parts) + "}").encode()
 
 
+def lfm2(**keys) -> bytes:
+    return changed(
+        model_type="lfm2", head_dim=..., rms_norm_eps=..., norm_eps=1e-5, torch_dtype=...,
+        block_auto_adjust_ff_dim=False, num_key_value_heads=3, hidden_size=18,
+        layer_types=["conv", "full_attention"], **keys,
+    )  # fmt: skip
+
+
 HOSTILE: dict[str, tuple[bytes, str]] = {
     # file contents, and the error after the file's name
     "d_model 1e9": (changed(hidden_size=10**9, head_dim=6), f"hidden_size is 1000000000, {FILES}"),
@@ -74,6 +82,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "vocabulary 2^30": (changed(vocab_size=2**30), f"vocab_size is 1073741824, {FILES}"),
     "vocabulary of another": (changed(vocab_size=30),
         r"embed_tokens.weight has shape \[29, 12\]: config.json requires \[30,"),
+    "convolution of 1e9 tokens": (lfm2(conv_L_cache=10**9),
+        f"conv_L_cache is 1000000000, {FILES}"),
     "layers 1e6": (changed(num_hidden_layers=10**6),
         "num_hidden_layers is 1000000: must be at most 20, the number of tensors"),
     "layers 20": (changed(num_hidden_layers=20), "tensor model.layers.2.input_layernorm.weight is"),

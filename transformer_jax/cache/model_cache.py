@@ -14,7 +14,7 @@ from transformer_jax.cache import paged_cache as paged
 from transformer_jax.cache import state_cache
 from transformer_jax.cache.state_cache import StateCache
 from transformer_jax.checks import check_count, check_not_consumed
-from transformer_jax.config import GatedDelta, ModelConfig
+from transformer_jax.config import GatedDelta, ModelConfig, ShortConv
 from transformer_jax.tracing import concrete_value, eagerly
 from transformer_jax.values import value_class
 
@@ -58,7 +58,7 @@ class ModelCache:
 
     @property
     def has_state(self) -> bool:
-        """Whether any layer has a state, which cannot drop tokens, instead of keys and values."""
+        """Whether any layer has a state of fixed size instead of keys and values."""
         layers: Any = () if self.is_scanned else self.layers
         return any(isinstance(layer, StateCache) for layer in layers)
 
@@ -82,7 +82,7 @@ def rewind_cache(
     Rings need one extra slot for each dropped token. Create the cache with a larger `capacity` (for
     a single window) or `slack` (for a window pattern). A layer with a state can drop its last
     `slack` tokens, and the next call reads the others of these tokens again. In your own `jit`, the
-    logits of a row that drops more become NaN.
+    logits of a row that drops more become NaN, as far as they depend on the dropped tokens.
 
     Args:
         cache: a cache with B rows.
@@ -161,7 +161,7 @@ def refuse_pages(state: object, what: str) -> None:
 def refuse_state(cache: object, what: str) -> None:
     """Raise ValueError if a layer of a cache has a state instead of keys and values."""
     if isinstance(cache, ModelCache) and cache.has_state:
-        rule = "a layer with a state can drop only its last `slack` tokens"
+        rule = "the state of a layer includes all tokens of its row"
         raise ValueError(f"{what} does not support a StateCache: {rule}")
 
 
@@ -211,10 +211,7 @@ def empty_layers(
     layers: list[kv.KVCache | StateCache] = []
     for i in range(1 if config.scan_layers else depth):
         if config.keeps_state(i):
-            sizes = config.gated_delta if config.mixer(i) == "gated_delta" else config.short_conv
-            assert sizes is not None
-            channels = sizes.channels if isinstance(sizes, GatedDelta) else config.d_model
-            layers.append(state_cache.init(batch, sizes, channels, config.dtype, slack))
+            layers.append(state_cache.init(batch, *_state_sizes(config, i), config.dtype, slack))
             continue
         slots, is_ring = _slots(config, i, capacity, slack)
         sinks = config.sink_tokens if is_ring else 0
@@ -245,6 +242,15 @@ def check_is_cache(cache: object) -> None:
     check_not_consumed(cache, "cache")
 
 
+def _state_sizes(config: ModelConfig, i: int) -> tuple[GatedDelta | ShortConv, int]:
+    """Return the sizes of layer i, which has a state, and its number of channels."""
+    if config.mixer(i) == "short_conv":
+        assert config.short_conv is not None
+        return config.short_conv, config.d_model
+    assert config.gated_delta is not None
+    return config.gated_delta, config.gated_delta.channels
+
+
 def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, crossed: bool) -> None:
     """Raise ValueError unless the cache matches the model and the number of token rows.
 
@@ -271,6 +277,13 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
             rule = f"layer {i} of the model has the mixer {config.mixer(i)}"
             raise ValueError(f"cache.layers[{i}] is of type {type(layer).__name__}, but {rule}")
         if isinstance(layer, StateCache):
+            state = None if layer.state is None else layer.state.shape[1:]
+            found_shapes = state, layer.tail.shape[1:]
+            wanted_shapes = state_cache.shapes(*_state_sizes(config, i))
+            if found_shapes != wanted_shapes:
+                named = ["state {} and tail {}".format(*x) for x in (found_shapes, wanted_shapes)]
+                rule = f"layer {i} of the model ({config.mixer(i)}) needs {named[1]}"
+                raise ValueError(f"cache.layers[{i}] has {named[0]}: {rule}")
             continue
         if isinstance(layer, paged.PagedCache) != (cache.exhausted is not None):
             raise ValueError(

@@ -80,28 +80,37 @@ def init(
         dtype: dtype of the convolution's inputs, which is the compute dtype.
         slack: R, the maximum number of pending tokens.
     """
-    state, pending = None, None
+    of_state, of_tail = shapes(sizes, channels)
+    pending = None
     if slack:
         inputs = jnp.zeros((batch, slack, channels), dtype)
         pending = PendingTokens(count=jnp.zeros(batch, jnp.int32), inputs=inputs)
-    if isinstance(sizes, GatedDelta):
-        N, H, Hv = sizes.num_value_heads, sizes.key_dim, sizes.value_dim
-        zeros = lambda *shape: jnp.zeros((batch, *shape), jnp.float32)  # noqa: E731
-        state = zeros(N, H, Hv)
-        if pending is not None:
+        if isinstance(sizes, GatedDelta):
+            N, H, Hv = sizes.num_value_heads, sizes.key_dim, sizes.value_dim
+            zeros = lambda *shape: jnp.zeros((batch, slack, *shape), jnp.float32)  # noqa: E731
             pending = replace(
                 pending,
-                key=zeros(slack, sizes.num_key_heads, H),
-                value=zeros(slack, N, Hv),
-                decay=zeros(slack, N) if sizes.decay_rank is None else zeros(slack, N, H),
-                beta=zeros(slack, N),
+                key=zeros(sizes.num_key_heads, H),
+                value=zeros(N, Hv),
+                decay=zeros(N) if sizes.decay_rank is None else zeros(N, H),
+                beta=zeros(N),
             )
     return StateCache(
-        state=state,
-        tail=jnp.zeros((batch, sizes.conv_width - 1, channels), dtype),
+        state=None if of_state is None else jnp.zeros((batch, *of_state), jnp.float32),
+        tail=jnp.zeros((batch, *of_tail), dtype),
         length=jnp.zeros(batch, jnp.int32),
         pending=pending,
     )
+
+
+def shapes(
+    sizes: GatedDelta | ShortConv, channels: int
+) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """Return the shapes of a row's state, [N, H, Hv] or None, and of its tail, [W - 1, C]."""
+    tail = sizes.conv_width - 1, channels
+    if isinstance(sizes, ShortConv):
+        return None, tail
+    return (sizes.num_value_heads, sizes.key_dim, sizes.value_dim), tail
 
 
 def advance(
@@ -130,7 +139,8 @@ def rewind(
 
     Raises:
         ValueError: If `length` is not an integer array [B], or if a row would drop a token that is
-            not pending. If the lengths are traced, the state and tail of such a row become NaN.
+            not pending. If the lengths are traced, the state and tail of such a row become NaN,
+            and so do all outputs that depend on them.
     """
     if cache.pending is None:
         rule = "a layer with a state can drop only its last `slack` tokens: init_cache(.., slack=n)"

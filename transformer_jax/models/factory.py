@@ -160,7 +160,8 @@ def init_cache(
             `transformer_jax.cache`, or a floating-point dtype of at least 16 bits. None means the
             compute dtype.
         slack: number of tokens that `rewind_cache` can drop, at least 0. Each needs a slot in the
-            rings of a window pattern, and its inputs in a layer with a state.
+            rings of a window pattern, and its inputs in a layer with a state. The ring of a single
+            window needs a larger `capacity` instead.
         sharding: how the devices of a mesh split the rows, the slots and the key heads of the
             cache, such as `NamedSharding(mesh, P(None, "context"))`. If slots are split, windowed
             layers also have `capacity` slots. None means one device.

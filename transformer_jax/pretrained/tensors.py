@@ -214,6 +214,7 @@ class CheckpointTensors:
             ("num_heads", config.num_heads),
             ("head_dim", config.key_dim),
             ("gated_delta", 0 if config.gated_delta is None else config.gated_delta.channels),
+            *(("conv_width", x.conv_width) for x in (config.gated_delta, config.short_conv) if x),
             ("max_len", config.max_len if isinstance(config.positions, Learned) else 0),
             ("num_heads * head_dim", config.num_heads * config.key_dim),
         ):
