@@ -127,8 +127,11 @@ def score_gradients(
     seen = lambda ds: jnp.where(s > -jnp.inf, ds, 0.0)  # noqa: E731
     dvalues = list[jax.Array]()
     if problem.score is not None:
-        ds, found = pull_back(seen(ds))
-        ds, *dvalues = map(seen, (ds, *(x for x in found if x.dtype == jnp.float32)))
+        given = seen(ds)
+        ds, found = pull_back(given)
+        # padded queries have scores of 0, where the function's derivative may be infinite
+        passed = lambda x: jnp.where(given != 0, x, 0.0)  # noqa: E731
+        ds, *dvalues = map(passed, (ds, *(x for x in found if x.dtype == jnp.float32)))
     du = ds if tanh is None else ds * (1 - tanh * tanh)
     if masked:
         ds, du = seen(ds), seen(du)

@@ -418,6 +418,28 @@ def test_tpu_kernels_refuse_operations_by_name(name):
     assert before["pallas"] is None
 
 
+def test_infinite_derivative_at_score_of_padded_queries_changes_nothing(rng):
+    """sqrt |x| has no derivative at 0, which is the score of queries that fill the last tile."""
+    T, S, H = 20, 30, 8
+    query, key, value = (rng.normal(size=(1, n, 1, H)).astype(np.float32) for n in (T, S, S))
+
+    def attend(key):
+        return dot_product_attention(
+            query, key, value, score_mod=lambda s, *_: jnp.sqrt(jnp.abs(s)), scale=1.0,
+            implementation="pallas",
+        ).sum()  # fmt: skip
+
+    with using(TPU):
+        found = jax.grad(attend)(key)
+    q, k, v = (np.asarray(x, np.float64)[0, :, 0] for x in (query, key, value))
+    raw = q @ k.T
+    p = np.exp(np.sqrt(np.abs(raw)))
+    p /= p.sum(axis=1, keepdims=True)
+    total = v.sum(axis=1)
+    slope = p * (total - p @ total[:, None]) * np.sign(raw) / (2 * np.sqrt(np.abs(raw)))
+    assert_near(found[0, :, 0], slope.T @ q, GRADIENT_F32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 3])
 def test_few_queries_are_computed_by_decode_kernel(T):
