@@ -418,26 +418,31 @@ def test_tpu_kernels_refuse_operations_by_name(name):
     assert before["pallas"] is None
 
 
-def test_infinite_derivative_at_score_of_padded_queries_changes_nothing(rng):
-    """sqrt |x| has no derivative at 0, which is the score of queries that fill the last tile."""
-    T, S, H = 20, 30, 8
+@pytest.mark.parametrize("implementation", [*EVERYWHERE, "pallas"])
+def test_infinite_derivative_at_score_of_queries_without_keys_changes_nothing(rng, implementation):
+    """sqrt |x| has no derivative at 0, the score of queries that see no key or fill a tile."""
+    T, S, H, unseeing = 20, 30, 8, 3
+    ids = jnp.asarray(np.where(np.arange(T) < unseeing, 1, 0)[None])
+    mask = Segments(ids, jnp.zeros((1, S), jnp.int32))
     query, key, value = (rng.normal(size=(1, n, 1, H)).astype(np.float32) for n in (T, S, S))
 
-    def attend(key):
+    def attend(key, table):
         return dot_product_attention(
-            query, key, value, score_mod=lambda s, *_: jnp.sqrt(jnp.abs(s)), scale=1.0,
-            implementation="pallas",
+            query, key, value, mask=mask, scale=1.0, implementation=implementation,
+            score_mod=lambda s, b, h, q, k: jnp.sqrt(jnp.abs(s * table[k])),
         ).sum()  # fmt: skip
 
     with using(TPU):
-        found = jax.grad(attend)(key)
+        found, of_table = jax.grad(attend, (0, 1))(key, jnp.ones(S))
     q, k, v = (np.asarray(x, np.float64)[0, :, 0] for x in (query, key, value))
+    q = q[unseeing:]
     raw = q @ k.T
     p = np.exp(np.sqrt(np.abs(raw)))
     p /= p.sum(axis=1, keepdims=True)
     total = v.sum(axis=1)
     slope = p * (total - p @ total[:, None]) * np.sign(raw) / (2 * np.sqrt(np.abs(raw)))
     assert_near(found[0, :, 0], slope.T @ q, GRADIENT_F32)
+    assert_near(of_table, (slope * raw).sum(axis=0), GRADIENT_F32)
 
 
 @pytest.mark.slow

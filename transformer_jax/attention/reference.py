@@ -157,7 +157,9 @@ def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
     if bias is not None:
         scores = scores + bias.astype(scores.dtype)
     if call.score_mod is not None:
-        scores = call.score_mod(masked(scores), *call.positions())
+        # hidden scores are 1, because functions such as sqrt have an infinite derivative at 0
+        shown = scores if visible is None else jnp.where(visible, scores, 1.0)
+        scores = call.score_mod(shown, *call.positions())
     return softmax(scores, visible, nonfinite, call.sinks), value
 
 

@@ -656,6 +656,10 @@ def _backward_tile(
     _, s, t = _scores(of.q, k_tile, call, bias)
     if call.score_mod is not None:
         modify = lambda s, leaves: score_tile(place, call, s, leaves, -jnp.inf)  # noqa: E731
+        # padded keys and queries without a gradient have scores of 0, where the derivative of the
+        # function may be infinite: 0 * inf = NaN
+        passes = of.row_max < jnp.inf if visible is None else (of.row_max < jnp.inf) & visible()
+        s = jnp.where(passes, s, 1.0)
         s, derivatives = jax.vjp(modify, s, floating_leaves(call.score_mod))
     s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
     # subtract m and log l separately: if scores are large, rounding their sum loses log l
