@@ -245,7 +245,7 @@ def ways(N: int, K: int, **options) -> list[str]:
     """Return how a call with split T and S is computed, starting with the choice."""
     shape = lambda heads, dim: traced(3, 20, heads, dim, split=True)  # noqa: E731
     plan = explain_attention(shape(N, 7), shape(K, 7), shape(K, 5), **options)
-    return re.findall(r"ring|all-to-all|gathered", plan.lengths)
+    return re.findall(r"(?<!no )(?:ring|all-to-all)|gathered", plan.lengths)
 
 
 def test_all_to_all_is_chosen_if_it_sends_fewer_bytes_than_the_ring():
@@ -262,10 +262,32 @@ def test_all_to_all_is_chosen_if_it_sends_fewer_bytes_than_the_ring():
     split_bias = jax.ShapeDtypeStruct(
         split_bias.shape, split_bias.dtype, sharding=NamedSharding(MESH, spec)
     )
-    assert ways(8, 8, bias=split_bias) == ring_first  # refused
+    assert ways(8, 8, bias=split_bias) == ["ring"]
     score = lambda s, row, head, q, k: s  # noqa: E731
     assert ways(8, 8, score_mod=score) == ["all-to-all"]
+    plan = explain_attention(*[traced(3, 20, 8, 7, split=True)] * 3, score_mod=score)
+    assert plan.lengths.endswith("; no ring, because it supports no score_mod")
     assert ways(6, 6, score_mod=score)[0] == "gathered"
+
+
+def test_bytes_of_ring_count_the_keys_of_each_part_of_the_query_heads():
+    """Four parts of the query heads read one key head, or two of two key heads each."""
+    names = "data", "context", "tensor"
+    mesh = AbstractMesh((3, 2, 4), names, axis_types=(AxisType.Explicit,) * 3)
+    B, S, N, H, Hv = 3, 20, 8, 7, 5
+
+    def array(heads, dim, *spec):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct((B, S, heads, dim), jnp.float32, sharding=sharding)
+
+    for K, copies in ((1, 4), (2, 2), (8, 1)):
+        spec = names if K == 8 else names[:2]
+        plan = explain_attention(
+            array(N, H, *names), array(K, H, *spec), array(K, Hv, *spec), mask=Causal() & Window(3)
+        )
+        # one of the two devices of each ring sends its block: half of the keys
+        block = B * S // 2 * K * (H + Hv) * copies + 4 * 3 * S // 2
+        assert f"sends 1 of 2 blocks of keys, {4 * block} bytes" in plan.lengths
 
 
 def test_bytes_of_all_to_all_count_every_array_that_moves():

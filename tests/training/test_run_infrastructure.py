@@ -26,7 +26,7 @@ from transformer_jax.config.tasks import ClassifyTask
 from transformer_jax.models.lora import init_lora
 from transformer_jax.pytree import sha256_of
 from transformer_jax.tokenizers.trained import CharTokenizer
-from transformer_jax.training import adapting, initial, processes, progress
+from transformer_jax.training import adapting, initial, placement, processes, progress
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.compiled import programs_of
 from transformer_jax.training.initial import StartModel, start_params
@@ -449,3 +449,25 @@ def test_checkpoint_of_schedule_free_run_contains_evaluated_parameters(optimizer
     ((step, state, metadata),) = saved
     assert (step, state.average) == (7, average)
     assert metadata["val_loss"] == 1.5 and metadata["data_sha256"] == "data"
+
+
+@pytest.mark.parametrize(
+    ("processes", "parts"),
+    [
+        ([0, 0, 1, 1], [(0, 2), (1, 2)]),
+        ([1, 1, 0, 0], [(1, 2), (0, 2)]),
+        ([0, 1, 0, 1], [(0, 1), (0, 1)]),  # their rows are no stretches of the batch
+        ([0, 0, 0, 1], [(0, 1), (0, 1)]),
+    ],
+)
+def test_processes_read_equal_stretches_of_rows_or_all(monkeypatch, processes, parts):
+    devices = [
+        (SimpleNamespace(process_index=p), (slice(i, None),)) for i, p in enumerate(processes)
+    ]
+    by_device = SimpleNamespace(items=lambda: devices)
+    split = SimpleNamespace(devices_indices_map=lambda shape: by_device)
+    monkeypatch.setattr(placement, "NamedSharding", lambda *_: split)
+    place = placement.Placement(SimpleNamespace(shape=dict.fromkeys(placement.ROWS, 2)))
+    for process, part in enumerate(parts):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert place.reader() == part

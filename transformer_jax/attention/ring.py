@@ -163,8 +163,13 @@ class SplitLengths:
         size = lambda x: 0 if x is None else x.size * x.dtype.itemsize  # noqa: E731
         of_keys = [getattr(call, name) for name in ("key", "value", "key_scale", "value_scale")]
         if not self.repeats:
-            places = 4 * S if call.k_positions is None else size(call.k_positions)
-            block = (sum(map(size, of_keys)) + places) // P
+            parts, local = self.parts(call), self.local(call)
+            # each part of the query heads has a ring of its own, and parts may share key heads
+            copies = local.key.shape[2] * parts.number("n") // call.key.shape[2]
+            at = call.k_positions
+            places = 4 * S if at is None else size(at)
+            places *= parts.number("n") * (parts.number("b") if at is None or len(at) == 1 else 1)
+            block = (copies * sum(map(size, of_keys)) + places) // P
             return sum(len(step.onward) for step in self.steps) * block
         out = B * T * N * call.value.shape[3] * call.query.dtype.itemsize
         lse = 4 * B * T * N if call.return_lse else 0
@@ -182,7 +187,8 @@ class SplitLengths:
             return f"S is split {over}: each device attends to its own keys, results are merged"
         if self.repeats:
             copies = f", with {self.repeats} copies of each key head" if self.repeats > 1 else ""
-            return f"all-to-all {over}: sends {self.bytes(call)} bytes{copies}"
+            ring = "" if call.score_mod is None else "; no ring, because it supports no score_mod"
+            return f"all-to-all {over}: sends {self.bytes(call)} bytes{copies}{ring}"
         sent, most = sum(len(step.onward) for step in self.steps), self.devices**2 - self.devices
         reason = _refuse_heads(call, self.axes, self.devices)
         no_other = "" if reason is None else f"; no all-to-all, because {reason}"

@@ -160,8 +160,9 @@ class Placement:
         for device, (row,) in devices.items():
             rows.setdefault(device.process_index, set()).add(row.start or 0)
         parts = sorted({tuple(sorted(one)) for one in rows.values()})
-        if len({row for part in parts for row in part}) < sum(map(len, parts)):
-            return 0, 1  # the parts overlap, so each process reads all rows
+        size = len(parts[0])
+        if parts != [tuple(range(i * size, (i + 1) * size)) for i in range(len(parts))]:
+            return 0, 1  # the parts are not equal stretches of rows: each process reads all rows
         return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
 
     def rows_of_process(self, batch: T, axis: int) -> T:
