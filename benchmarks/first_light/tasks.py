@@ -1,4 +1,4 @@
-"""What the processes of the steps do. Each prints its results for the parent process.
+"""Work of the processes of each step. Each process prints its results for the parent.
 
 python -m benchmarks.first_light.tasks goals causal-16k-h128-s8192 forward
 """

@@ -166,9 +166,10 @@ class SplitLengths:
             parts, local = self.parts(call), self.local(call)
             # each part of the query heads has a ring of its own, and parts may share key heads
             copies = local.key.shape[2] * parts.number("n") // call.key.shape[2]
-            at = call.k_positions
-            places = 4 * S if at is None else size(at)
-            places *= parts.number("n") * (parts.number("b") if at is None or len(at) == 1 else 1)
+            keys_at = call.k_positions
+            places = 4 * S if keys_at is None else size(keys_at)
+            same = keys_at is None or len(keys_at) == 1  # for all rows
+            places *= parts.number("n") * (parts.number("b") if same else 1)
             block = (copies * sum(map(size, of_keys)) + places) // P
             return sum(len(step.onward) for step in self.steps) * block
         out = B * T * N * call.value.shape[3] * call.query.dtype.itemsize
