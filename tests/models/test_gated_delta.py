@@ -506,14 +506,33 @@ def test_speculation_with_states_equals_plain_decoding(config):
 
 
 @pytest.mark.slow
+def test_captured_state_includes_pending_tokens(params):
+    """The prompt is shorter than the slack, so all its tokens are pending."""
+    name, few, slack = "block_1/gated_delta/state", TOKENS[:, :3], 7
+    run = partial(build(CONFIG).apply, {"params": params}, few, capture=(name,))
+    *_, want = run()
+    cache = init_cache(CONFIG, ROWS, T, slack=slack)
+    filled = replace(cache.layers[1], pending=jax.tree.map(jnp.ones_like, cache.layers[1].pending))
+    filled = replace(filled, pending=replace(filled.pending, count=jnp.zeros(ROWS, jnp.int32)))
+    layers = (cache.layers[0], filled, cache.layers[2])  # what follows the count is never read
+    for one in (cache, replace(cache, layers=layers)):
+        *_, found = run(cache=one)
+        assert_near(found[name], want[name], ERROR)
+
+
+@pytest.mark.slow
 def test_tokens_that_a_state_includes_cannot_be_dropped(params):
     _, cache = read(CONFIG, params, TOKENS, EMPTY(CONFIG))
     rule = f"must be at least {T - 5}, because the state of the layer already includes"
     lengths = jnp.array([T, T - 6, T - 5])
     with pytest.raises(ValueError, match=rf"length\[1\] is {T - 6}: {rule}.*slack=5"):
         rewind_cache(cache, lengths)
-    logits, _ = read(CONFIG, params, TOKENS[:, :1], jax.jit(rewind_cache)(cache, lengths))
-    assert np.isnan(logits[1]).all() and np.isfinite(logits[::2]).all()
+    narrow = replace(CONFIG, gated_delta=replace(CONFIG.gated_delta, conv_width=1))  # no tail
+    for config in (CONFIG, narrow, CONV):
+        own = init_params(config, jax.random.key(7))
+        _, each = read(config, own, TOKENS, EMPTY(config))
+        logits, _ = read(config, own, TOKENS[:, :1], jax.jit(rewind_cache)(each, lengths))
+        assert np.isnan(logits[1]).all() and np.isfinite(logits[::2]).all()
     with pytest.raises(ValueError, match=r"length is int32\[2\]: must be integers \[3\]"):
         rewind_cache(init_cache(ONLY, 3, T, slack=1), lengths[:2])
     _, cache = read(CONFIG, params, TOKENS, init_cache(CONFIG, ROWS, 2 * T))
